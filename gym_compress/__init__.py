@@ -1,0 +1,21 @@
+"""Compressed observations for reinforcement learning on images: small in memory, quick to read, lossless."""
+
+from gym_compress.batch import decompress_batch
+from gym_compress.codec import Codec
+from gym_compress.errors import CorruptDataError, GymCompressError
+from gym_compress.observation import CompressedBox, CompressedObservation
+from gym_compress.wrappers import CompressedAtariPreprocessing, CompressedFrameStack, CompressObservation
+
+__all__ = [
+    "Codec",
+    "CompressObservation",
+    "CompressedAtariPreprocessing",
+    "CompressedBox",
+    "CompressedFrameStack",
+    "CompressedObservation",
+    "CorruptDataError",
+    "GymCompressError",
+    "decompress_batch",
+]
+
+__version__ = "0.1.0"

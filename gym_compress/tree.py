@@ -1,0 +1,63 @@
+"""Dict and Tuple observations: the same work for each leaf.
+
+A tree is a dict or tuple of trees, or a leaf. Dicts stand for Dict spaces and tuples for Tuple spaces.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from gymnasium import spaces
+
+__all__ = ["map_leaves", "map_space", "replace_leaves"]
+
+
+def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Calls ``function(leaf, *leaves)`` for each leaf of a tree and its fellows in other trees.
+
+    The first tree says what is a leaf; the others need its keys and lengths, and may have more below a leaf.
+
+    Returns:
+        A tree of the results.
+
+    Raises:
+        ValueError: If another tree lacks the first one's structure.
+    """
+    if isinstance(tree, dict):
+        for other in others:
+            if not isinstance(other, dict) or other.keys() != tree.keys():
+                raise ValueError(f"Expected a dict with the keys {list(tree)}, got {other!r}")
+        return {key: map_leaves(function, tree[key], *[other[key] for other in others]) for key in tree}
+    if isinstance(tree, tuple):
+        for other in others:
+            if not isinstance(other, tuple) or len(other) != len(tree):
+                raise ValueError(f"Expected a tuple of {len(tree)}, got {other!r}")
+        return tuple([map_leaves(function, *leaves) for leaves in zip(tree, *others, strict=True)])
+    return function(tree, *others)
+
+
+def map_space(function: Callable[[spaces.Space[Any]], Any], space: spaces.Space[Any]) -> Any:
+    """Calls ``function(space)`` for each leaf of a space, and returns a tree of the results."""
+    if isinstance(space, spaces.Dict):
+        return {key: map_space(function, sub) for key, sub in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple([map_space(function, sub) for sub in space.spaces])
+    return function(space)
+
+
+def replace_leaves(
+    function: Callable[[spaces.Space[Any], Any], spaces.Space[Any]], space: spaces.Space[Any], tree: Any
+) -> spaces.Space[Any]:
+    """A copy of a space with each leaf replaced by ``function(leaf, leaf of the tree)``."""
+    if isinstance(space, spaces.Dict):
+        space = copy.deepcopy(space)
+        for key, sub in space.spaces.items():
+            space.spaces[key] = replace_leaves(function, sub, tree[key])
+        return space
+    if isinstance(space, spaces.Tuple):
+        space = copy.deepcopy(space)
+        space.spaces = tuple([replace_leaves(function, *pair) for pair in zip(space.spaces, tree, strict=True)])
+        return space
+    return function(space, tree)

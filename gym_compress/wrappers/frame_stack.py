@@ -1,0 +1,169 @@
+"""``CompressedFrameStack``: the last observations of an environment as one, sharing their frames."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import Any, SupportsFloat
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+from gymnasium.wrappers.utils import create_zero_array
+
+from gym_compress.codec import Codec
+from gym_compress.observation import FrameCompressor, FrameStacker
+from gym_compress.tree import map_leaves, map_space
+from gym_compress.wrappers.compress import compress_leaf, compressed_space, leaf_compressors, recorded, seal_all
+
+__all__ = ["CompressedFrameStack"]
+
+
+class _PlainStacker:
+    """Stacks the leaves that are not compressed, as Gymnasium does; the counterpart of FrameStacker."""
+
+    def __init__(self, space: spaces.Space[Any], stack_size: int, filler: Any) -> None:
+        self._space = space
+        self._queue = deque([filler] * stack_size, maxlen=stack_size)
+
+    def fill(self, filler: Any) -> None:
+        self._queue.extend([filler] * len(self._queue))
+
+    def push(self, observation: Any) -> Any:
+        self._queue.append(observation)
+        out = create_empty_array(self._space, len(self._queue))
+        stacked = concatenate(self._space, self._queue, out)
+        return stacked if stacked is out else copy.deepcopy(stacked)
+
+
+class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
+    """Stacks the observations of the last ``stack_size`` steps, each frame kept once and compressed.
+
+    The observations equal those of :class:`gymnasium.wrappers.FrameStackObservation`, but are
+    :class:`gym_compress.CompressedObservation`: references to frames, of which neighbours share all but one. The same
+    leaves of an observation are compressed as by :class:`gym_compress.CompressObservation`; the others are stacked
+    into arrays. Observations that are compressed already are taken over without encoding them again.
+
+    A vector version of the wrapper exists, :class:`gym_compress.wrappers.vector.CompressedFrameStack`.
+
+    Example:
+        >>> import gymnasium as gym
+        >>> import numpy as np
+        >>> from gym_compress import CompressedFrameStack
+        >>> env = CompressedFrameStack(gym.make("CartPole-v1"), 3, padding_type="zero")
+        >>> obs, info = env.reset(seed=123)
+        >>> obs.shape
+        (3, 4)
+        >>> np.asarray(obs)
+        array([[ 0.        ,  0.        ,  0.        ,  0.        ],
+               [ 0.        ,  0.        ,  0.        ,  0.        ],
+               [ 0.01823519, -0.0446179 , -0.02796401, -0.03156282]],
+              dtype=float32)
+
+    Change logs:
+     * v0.1.0 - Initially added
+    """
+
+    def __init__(
+        self,
+        env: gym.Env[Any, Any],
+        stack_size: int,
+        *,
+        padding_type: str | Any = "reset",
+        codec: str | Codec = "auto",
+        frames_per_chunk: int | None = None,
+    ) -> None:
+        """Wraps an environment.
+
+        Args:
+            env: The environment; its observation space is a Box, Dict or Tuple.
+            stack_size: How many observations are stacked.
+            padding_type: What fills a stack after a reset: ``"reset"`` for the first observation, ``"zero"`` for a
+                zero-like instance of the observation space, or an observation.
+            codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``.
+            frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
+
+        Raises:
+            TypeError: If ``stack_size`` is no integer, or the observation space is of another kind.
+            ValueError: If ``stack_size`` is below 1, ``padding_type`` is neither a known word nor an instance of the
+                observation space, the codec is unknown, or ``frames_per_chunk`` is below 1.
+        """
+        gym.utils.RecordConstructorArgs.__init__(
+            self,
+            stack_size=stack_size,
+            padding_type=padding_type,
+            codec=recorded(codec),
+            frames_per_chunk=frames_per_chunk,
+        )
+        gym.Wrapper.__init__(self, env)
+        if not np.issubdtype(type(stack_size), np.integer):
+            raise TypeError(f"The stack_size is expected to be an integer, actual type: {type(stack_size)}")
+        if not 0 < stack_size:
+            raise ValueError(f"The stack_size needs to be greater than zero, actual value: {stack_size}")
+        space = env.observation_space
+        if isinstance(padding_type, str) and padding_type in ("reset", "zero"):
+            padding = create_zero_array(space)
+        elif padding_type in space:
+            padding, padding_type = padding_type, "_custom"
+        else:
+            instance = "" if isinstance(padding_type, str) else f" not an instance of env observation ({space})"
+            raise ValueError(
+                "Unexpected `padding_type`, expected 'reset', 'zero' or a custom observation space, "
+                f"actual value: {padding_type!r}{instance}"
+            )
+        self.stack_size = int(stack_size)
+        self.padding_type: str = padding_type
+        self._compressors = leaf_compressors(env, codec, frames_per_chunk, keep=self.stack_size)
+        self._padding = map_leaves(self._pad_leaf, self._compressors, padding)
+        self._stackers = map_leaves(self._stacker, self._compressors, map_space(lambda sub: sub, space), self._padding)
+        self.observation_space = compressed_space(batch_space(space, n=self.stack_size), self._compressors)
+
+    @staticmethod
+    def _pad_leaf(compressor: FrameCompressor | None, observation: Any) -> Any:
+        return copy.deepcopy(observation) if compressor is None else compressor.alone(observation)
+
+    def _stacker(
+        self, compressor: FrameCompressor | None, space: spaces.Space[Any], padding: Any
+    ) -> FrameStacker | _PlainStacker:
+        if compressor is None:
+            return _PlainStacker(space, self.stack_size, padding)
+        return FrameStacker(self.stack_size, padding)
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        """Steps through the environment and appends the observation to the stack.
+
+        Raises:
+            ValueError: If the observation does not fit the environment's observation space.
+        """
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return self._push(observation), reward, terminated, truncated, info
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Resets the environment; the stack is the padding and the first observation.
+
+        Raises:
+            ValueError: If the observation does not fit the environment's observation space.
+        """
+        observation, info = self.env.reset(seed=seed, options=options)
+        frame = map_leaves(compress_leaf, self._compressors, observation)
+        padding = frame if self.padding_type == "reset" else self._padding
+        map_leaves(_fill, self._stackers, padding)
+        return map_leaves(_push, self._stackers, frame), info
+
+    def _push(self, observation: Any) -> Any:
+        frame = map_leaves(compress_leaf, self._compressors, observation)
+        return map_leaves(_push, self._stackers, frame)
+
+    def close(self) -> None:
+        """Closes the environment and compresses the newest frames, which were raw so far."""
+        seal_all(self._compressors)
+        super().close()
+
+
+def _fill(stacker: FrameStacker | _PlainStacker, filler: Any) -> None:
+    stacker.fill(filler)
+
+
+def _push(stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:
+    return stacker.push(observation)
