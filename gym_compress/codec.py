@@ -20,8 +20,10 @@ _LEVELS = range(1, 10)
 _NAMES = ("lz4", "lz4hc", "zstd", "none")
 _DEFAULT_LEVEL = 5
 
-# From this size on, what a frame shares with the one before lies largely beyond LZ4's window of 64 KiB.
-_LARGE_FRAME = 32 * 1024
+# The rule of "auto", see Codec: from this size of a frame on ZSTD, and how large a chunk may become.
+_LARGE_FRAME = 16 * 1024
+_AUTO_CHUNK = 384 * 1024
+_AUTO_FRAMES = (4, 12)
 
 # Blosc2's limit for one buffer (2 GiB less its overhead) and for one block of it.
 _MAX_CHUNK = 2**31 - 1 - 32
@@ -187,7 +189,8 @@ def resolve_frames_per_chunk(frames_per_chunk: int | None, frame_nbytes: int) ->
         TypeError: If ``frames_per_chunk`` is no integer.
     """
     if frames_per_chunk is None:
-        frames_per_chunk = 8 if frame_nbytes >= _LARGE_FRAME else 12
+        fewest, most = _AUTO_FRAMES
+        frames_per_chunk = max(fewest, min(most, _AUTO_CHUNK // max(frame_nbytes, 1)))
     try:
         frames = operator.index(frames_per_chunk)
     except TypeError:

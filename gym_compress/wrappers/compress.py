@@ -13,7 +13,7 @@ from gym_compress.codec import Codec
 from gym_compress.observation import CompressedBox, FrameCompressor
 from gym_compress.tree import map_leaves, map_space, replace_leaves
 
-__all__ = ["CompressObservation", "compress_leaf", "compressed_space", "leaf_compressors", "recorded", "seal_all"]
+__all__ = ["WORTH_NBYTES", "CompressObservation", "box_nbytes", "compress_leaf", "compressed_space", "leaf_compressors", "recorded", "seal_all"]
 
 # A leaf of a Dict or Tuple below this many bytes is left as it is.
 WORTH_NBYTES = 1024
@@ -32,14 +32,15 @@ def leaf_compressors(
         raise TypeError(f"Expected an observation space that is a Box, Dict or Tuple, actual: {space}")
 
     def leaf(sub: spaces.Space[Any]) -> FrameCompressor | None:
-        if isinstance(sub, spaces.Box) and (sub is space or _nbytes(sub) >= WORTH_NBYTES):
+        if isinstance(sub, spaces.Box) and (sub is space or box_nbytes(sub) >= WORTH_NBYTES):
             return FrameCompressor(sub, codec=codec, frames_per_chunk=frames_per_chunk, keep=keep)
         return None
 
     return map_space(leaf, space)
 
 
-def _nbytes(box: spaces.Box) -> int:
+def box_nbytes(box: spaces.Box) -> int:
+    """Bytes of an array of a Box."""
     return int(np.prod(box.shape, dtype=np.int64)) * box.dtype.itemsize
 
 

@@ -1,0 +1,8 @@
+"""``python -m gym_compress``: the command ``gym-compress``."""
+
+import sys
+
+from gym_compress.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

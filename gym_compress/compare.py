@@ -1,0 +1,370 @@
+"""What compression does for one environment: memory, step time and batch time, measured on a recording of it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import itertools
+import math
+import multiprocessing
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from gym_compress.batch import decompress_batch
+from gym_compress.codec import resolve_codec
+from gym_compress.errors import GymCompressError
+from gym_compress.wrappers.compress import WORTH_NBYTES, box_nbytes
+from gym_compress.wrappers.frame_stack import CompressedFrameStack
+
+__all__ = ["CompareError", "Recording", "Row", "compare", "plot", "record"]
+
+DEFAULT_CODECS = ("auto", "lz4:5", "lz4hc:5", "zstd:1", "zstd:5")
+
+# What is kept while memory is measured: this many observations, or as many as grow the process by this many bytes.
+_KEPT = 40_000
+_GROWTH = 300_000_000
+_BATCH = 32
+
+
+class CompareError(GymCompressError):
+    """An environment cannot be compared; the message says why, in one line."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the comparison."""
+
+    method: str
+    codec: str
+    bytes_per_observation: float
+    ratio: float
+    step_us: float
+    batch_us: float
+    gb_per_million: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The images of an environment played with random actions.
+
+    Attributes:
+        images: For each image of an observation, named by its place, an array (steps, \\*shape).
+        first: Whether an observation is the first of an episode, (steps,) bool.
+    """
+
+    images: dict[str, NDArray[Any]]
+    first: NDArray[np.bool_]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the images of one observation."""
+        return sum(image[0].nbytes for image in self.images.values())
+
+    def save(self, folder: Path) -> None:
+        """Writes the arrays to a folder, for :meth:`load`."""
+        for i, (name, image) in enumerate(self.images.items()):
+            np.save(folder / f"{i}.npy", image)
+            (folder / f"{i}.txt").write_text(name)
+        np.save(folder / "first.npy", self.first)
+
+    @classmethod
+    def load(cls, folder: Path) -> Recording:
+        """Reads what :meth:`save` wrote into memory."""
+        names = [path.read_text() for path in sorted(folder.glob("*.txt"), key=lambda path: int(path.stem))]
+        return cls({name: np.load(folder / f"{i}.npy") for i, name in enumerate(names)}, np.load(folder / "first.npy"))
+
+
+class Replay(gym.Env[Any, Any]):
+    """Plays a recording in a loop, so that what is measured is a wrapper and not an emulator."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._images, self._first = recording.images, recording.first
+        boxes = {
+            name: spaces.Box(*_bounds(image.dtype), image.shape[1:], image.dtype.type)
+            for name, image in self._images.items()
+        }
+        self._only = next(iter(self._images.values())) if len(boxes) == 1 else None
+        self.observation_space = spaces.Dict(boxes) if self._only is None else next(iter(boxes.values()))
+        self.action_space = spaces.Discrete(1)
+        self._at = -1
+
+    def _observation(self) -> Any:
+        if self._only is not None:
+            return self._only[self._at].copy()
+        return {name: image[self._at].copy() for name, image in self._images.items()}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._at = (self._at + 1) % len(self._first)
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._at = (self._at + 1) % len(self._first)
+        last = bool(self._first[(self._at + 1) % len(self._first)])
+        return self._observation(), 0.0, False, last, {}
+
+
+def _bounds(dtype: np.dtype[Any]) -> tuple[float, float]:
+    if dtype.kind == "f":
+        return -np.inf, np.inf
+    return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+
+
+def make_env(env_id: str) -> gym.Env[Any, Any]:
+    """Makes an environment; Atari games with Gymnasium's AtariPreprocessing.
+
+    Raises:
+        CompareError: If it is unknown, or needs a package that is not installed.
+    """
+    try:
+        import ale_py
+    except ImportError:
+        if env_id.startswith("ALE/"):
+            raise CompareError('Atari games need ale-py and opencv: pip install "gym-compress[atari]"') from None
+    else:
+        gym.register_envs(ale_py)
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        if "ale_py" not in str(gym.spec(name).entry_point):
+            return gym.make(name)
+        return gym.wrappers.AtariPreprocessing(gym.make(name, frameskip=1))
+    except (gym.error.Error, ImportError) as error:
+        hint = ' (pip install "gym-compress[atari]")' if "cv2" in str(error) or "opencv" in str(error) else ""
+        raise CompareError(f"{env_id}: {' '.join(str(error).split())}{hint}") from None
+
+
+def image_places(space: spaces.Space[Any]) -> dict[str, tuple[Any, ...]]:
+    """The images in an observation space: Boxes of two dimensions or more that are worth compressing.
+
+    Returns:
+        For each image its name and the keys that lead to it through Dict and Tuple spaces.
+
+    Raises:
+        CompareError: If there is none.
+    """
+    places: dict[str, tuple[Any, ...]] = {}
+
+    def walk(space: spaces.Space[Any], keys: tuple[Any, ...]) -> None:
+        if isinstance(space, spaces.Dict):
+            for key, sub in space.spaces.items():
+                walk(sub, (*keys, key))
+        elif isinstance(space, spaces.Tuple):
+            for i, sub in enumerate(space.spaces):
+                walk(sub, (*keys, i))
+        elif isinstance(space, spaces.Box) and len(space.shape) >= 2 and box_nbytes(space) >= WORTH_NBYTES:
+            places["/".join(map(str, keys))] = keys
+
+    walk(space, ())
+    if not places:
+        raise CompareError(f"no image among the observations: {' '.join(str(space).split())}")
+    return places
+
+
+def record(env: gym.Env[Any, Any], steps: int, seed: int | None, advance: Callable[[], object]) -> Recording:
+    """Plays an environment with random actions and keeps its images.
+
+    Args:
+        env: The environment.
+        steps: How many observations are kept.
+        seed: Seeds the environment and the actions.
+        advance: Called once an observation.
+
+    Raises:
+        CompareError: If the observations hold no image.
+    """
+    places = image_places(env.observation_space)
+    kept: dict[str, list[NDArray[Any]]] = {name: [] for name in places}
+    first = np.zeros(steps, np.bool_)
+    env.action_space.seed(seed)
+    done = True
+    for i in range(steps):
+        if done:
+            observation, _ = env.reset(seed=seed if i == 0 else None)
+            first[i] = True
+            done = False
+        else:
+            observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
+            done = terminated or truncated
+        for name, keys in places.items():
+            image = observation
+            for key in keys:
+                image = image[key]
+            kept[name].append(np.array(image))
+        advance()
+    return Recording({name: np.stack(images) for name, images in kept.items()}, first)
+
+
+def compare(
+    recording: Recording,
+    codecs: list[str],
+    stack_size: int,
+    frames_per_chunk: int | None,
+    advance: Callable[[str], object],
+) -> list[Row]:
+    """Measures each way to keep stacked observations, in a fresh process each.
+
+    Args:
+        recording: What is played.
+        codecs: Codecs for CompressedFrameStack, as strings; a codec that stands twice is measured once.
+        stack_size: Frames in an observation.
+        frames_per_chunk: Frames compressed together, or ``None``.
+        advance: Called with a description before each measurement.
+
+    Returns:
+        A row for Gymnasium's FrameStackObservation, one for frames that are shared but not compressed, and one for
+        CompressedFrameStack with each codec.
+    """
+    nbytes = max(image[0].nbytes for image in recording.images.values())
+    resolved = dict.fromkeys(str(resolve_codec(codec, nbytes)) for codec in codecs)
+    methods = [("FrameStackObservation", "-"), ("SharedFrames", "none")]
+    methods += [("CompressedFrameStack", codec) for codec in resolved]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        recording.save(Path(folder))
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as fresh:
+            for method, codec in methods:
+                advance(method if codec == "-" else f"{method} {codec}")
+                size, step_us, batch_us = fresh.submit(
+                    _measure, folder, codec, stack_size, frames_per_chunk
+                ).result()
+                plain = rows[0].bytes_per_observation if rows else size
+                rows.append(Row(method, codec, size, plain / size, step_us, batch_us, size * 1e6 / 1e9))
+    return rows
+
+
+def _measure(folder: str, codec: str, stack_size: int, frames_per_chunk: int | None) -> tuple[float, float, float]:
+    """Resident bytes of a kept observation, microseconds added to a step, microseconds of a batch."""
+    recording = Recording.load(Path(folder))
+
+    def wrapped() -> gym.Env[Any, Any]:
+        if codec == "-":
+            return gym.wrappers.FrameStackObservation(Replay(recording), stack_size)
+        return CompressedFrameStack(Replay(recording), stack_size, codec=codec, frames_per_chunk=frames_per_chunk)
+
+    stream = _play(wrapped())
+    for _ in range(50):
+        next(stream)
+    kept: list[Any] = []
+    before = _resident()
+    while len(kept) < _KEPT and _resident() - before < _GROWTH:
+        kept.extend(itertools.islice(stream, 1000))
+    size = (_resident() - before) / len(kept)
+    return size, _added(wrapped(), Replay(recording)), _batch(kept, plain=codec == "-")
+
+
+def _play(env: gym.Env[Any, Any]) -> Iterator[Any]:
+    """The observations of an environment without an end."""
+    while True:
+        observation, _ = env.reset()
+        done = False
+        yield observation
+        while not done:
+            observation, _, terminated, truncated, _ = env.step(0)
+            done = terminated or truncated
+            yield observation
+
+
+def _added(wrapped: gym.Env[Any, Any], bare: gym.Env[Any, Any]) -> float:
+    """Median of what a wrapper adds to a step, over runs of both in turn."""
+    ours, theirs = _play(wrapped), _play(bare)
+    run = 240
+    added = []
+    for _ in range(16):
+        start = time.perf_counter()
+        for _ in itertools.islice(ours, run):
+            pass
+        middle = time.perf_counter()
+        for _ in itertools.islice(theirs, run):
+            pass
+        added.append((2 * middle - start - time.perf_counter()) / run * 1e6)
+    return statistics.median(added[1:])
+
+
+def _batch(kept: list[Any], plain: bool) -> float:
+    """Median time to make a batch of random observations."""
+    rng = random.Random(0)
+    read = _stacked if plain else decompress_batch
+    times = []
+    for _ in range(100):
+        batch = [kept[rng.randrange(len(kept))] for _ in range(_BATCH)]
+        start = time.perf_counter()
+        read(batch)
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def _stacked(batch: list[Any]) -> Any:
+    if isinstance(batch[0], dict):
+        return {key: np.stack([observation[key] for observation in batch]) for key in batch[0]}
+    return np.stack(batch)
+
+
+def _resident() -> int:
+    """Resident bytes of this process, after free memory was given back."""
+    gc.collect()
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        raise CompareError("Resident memory is read from /proc/self/statm, which this system lacks") from None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def machine() -> str:
+    """The processor, its cores, and Python's version, for a report."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        name = models[0] if models else name
+    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, {platform.system()}"
+
+
+def name(row: Row) -> str:
+    """The method and codec of a row, for people."""
+    return row.method if row.codec == "-" else f"{row.method} {row.codec}"
+
+
+def report(env_id: str, steps: int, rows: list[Row]) -> dict[str, Any]:
+    """The comparison as JSON holds it."""
+    return {"env": env_id, "steps": steps, "rows": [asdict(row) for row in rows], "machine": machine()}
+
+
+def plot(env_id: str, rows: list[Row], path: str) -> None:
+    """Draws resident bytes of an observation as a bar chart, and writes it as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.2 + 0.45 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    names = [name(row) for row in rows]
+    sizes = [row.bytes_per_observation for row in rows]
+    colours = ["#9aa5b1" if row.method != "CompressedFrameStack" else "#2a7f62" for row in rows]
+    bars = axes.barh(names, sizes, color=colours)
+    axes.bar_label(bars, [f" {size:,.0f} B, {row.ratio:,.0f}x" for size, row in zip(sizes, rows, strict=True)])
+    axes.set_xscale("log")
+    axes.set_xlim(min(sizes) / 2, 10 ** math.ceil(math.log10(max(sizes) * 3)))
+    axes.invert_yaxis()
+    axes.set_xlabel("resident bytes of an observation (logarithmic)")
+    axes.set_title(f"{env_id}: what a kept observation costs")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", dpi=120)
