@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
         >>> decompress_batch(kept).shape
         (8, 4, 4)
     """
-    if isinstance(observations, (CompressedObservation, Mapping, str, bytes)) or not isinstance(observations, Iterable):
+    if isinstance(observations, (CompressedObservation, Mapping, Set, str, bytes)) or not isinstance(observations, Iterable):
         raise TypeError(f"Expected a list of observations, actual type: {type(observations)}")
     batch = list(observations)
     if not batch:

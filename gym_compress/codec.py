@@ -42,16 +42,23 @@ class Codec:
     A codec is a small value: frozen, hashable, equal by value, and written as a string.
     Wherever the package asks for a ``codec``, it takes a ``Codec``, its string, or ``"auto"``.
 
-    ``"auto"`` and ``frames_per_chunk=None`` choose by the size of one frame, in bytes:
+    ``"auto"`` and ``frames_per_chunk=None`` choose by the size of one frame: ``lz4hc:5`` below 16 KiB and ``zstd:1``
+    from there on; as many frames a chunk as make 384 KiB, but at least 4 and at most 12. Small frames are worth a
+    codec that decodes fast. In large ones LZ4 does not reach back to the frame before (it sees 64 KiB), and searches
+    long to find little. The figures behind it, geometric means over random play of Pong, Breakout and Seaquest
+    (``tests/benchmarks/codec_choice.py``; AMD EPYC, one thread): ratio to raw bytes, time to encode a frame, and
+    time to read random stacks of 4 as a multiple of copying them from uncompressed memory.
 
-    ============= ============ ====================
-    one frame      codec        frames in a chunk
-    ============= ============ ====================
-    below 32 KiB   ``lz4hc:5``  12
-    from 32 KiB    ``zstd:1``   8
-    ============= ============ ====================
+    ========= ======= ================= ====================== ======================
+    frame      bytes   frames a chunk    ``lz4hc:5``            ``zstd:1``
+    ========= ======= ================= ====================== ======================
+    64x64        4096  12                 48x,  11 us, 3.7       68x,   4 us, 7.8
+    84x84        7056  12                 69x,  18 us, 3.5      103x,   5 us, 6.8
+    84x84x3     21168  12                102x,  39 us, 5.6      172x,   9 us, 6.0
+    210x160x3  100800  4                 144x, 212 us, 5.6      345x,  30 us, 3.5
+    ========= ======= ================= ====================== ======================
 
-    RULE_FIGURES
+    Environment variables ``BLOSC_*``, which override every program's choices, change what Blosc2 does here as well.
 
     Args:
         name: ``"lz4"``, ``"lz4hc"``, ``"zstd"``, or ``"none"``, which keeps frames as they are and serves for

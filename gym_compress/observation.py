@@ -237,15 +237,26 @@ class CompressedObservation:
         """Decodes once, and iterates over the first axis."""
         return iter(np.asarray(self))
 
+    def reshape(self, *shape: int | tuple[int, ...]) -> NDArray[Any]:
+        """Decodes into a new array of another shape, as ``np.reshape`` does.
+
+        Stable-Baselines3 calls it on what ``model.predict`` is given and on the last observation of an episode.
+        """
+        return np.asarray(self).reshape(*shape)
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, CompressedObservation):
+            if other.shape != self.shape:
+                return False
             if self._source is other._source and self._layout is other._layout and self.dtype.kind != "f":
                 return True
         elif not isinstance(other, (np.ndarray, np.generic, list, tuple)):
             return NotImplemented
-        elif np.shape(other) != self.shape:
+        try:
+            array = np.asarray(other)
+        except ValueError:  # a ragged list
             return False
-        return np.array_equal(np.asarray(self), np.asarray(other))
+        return array.shape == self.shape and np.array_equal(np.asarray(self), array)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -50,13 +50,13 @@ def map_space(function: Callable[[spaces.Space[Any]], Any], space: spaces.Space[
 def replace_leaves(
     function: Callable[[spaces.Space[Any], Any], spaces.Space[Any]], space: spaces.Space[Any], tree: Any
 ) -> spaces.Space[Any]:
-    """A copy of a space with each leaf replaced by ``function(leaf, leaf of the tree)``."""
-    if isinstance(space, spaces.Dict):
+    """A copy of a space with each leaf replaced by ``function(leaf, leaf of the tree)``; the tree says what is a leaf."""
+    if isinstance(tree, dict):
         space = copy.deepcopy(space)
         for key, sub in space.spaces.items():
             space.spaces[key] = replace_leaves(function, sub, tree[key])
         return space
-    if isinstance(space, spaces.Tuple):
+    if isinstance(tree, tuple):
         space = copy.deepcopy(space)
         space.spaces = tuple([replace_leaves(function, *pair) for pair in zip(space.spaces, tree, strict=True)])
         return space

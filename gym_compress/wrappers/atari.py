@@ -72,16 +72,20 @@ class CompressedAtariPreprocessing(AtariPreprocessing):
         """
         gym.utils.RecordConstructorArgs.__init__(
             self,
-            noop_max=noop_max,
-            frame_skip=frame_skip,
-            screen_size=screen_size,
-            terminal_on_life_loss=terminal_on_life_loss,
-            grayscale_obs=grayscale_obs,
-            grayscale_newaxis=grayscale_newaxis,
-            scale_obs=scale_obs,
-            codec=recorded(codec),
-            frames_per_chunk=frames_per_chunk,
+            **recorded(
+                noop_max=noop_max,
+                frame_skip=frame_skip,
+                screen_size=screen_size,
+                terminal_on_life_loss=terminal_on_life_loss,
+                grayscale_obs=grayscale_obs,
+                grayscale_newaxis=grayscale_newaxis,
+                scale_obs=scale_obs,
+                codec=codec,
+                frames_per_chunk=frames_per_chunk,
+            ),
         )
+        if isinstance(screen_size, list):  # a tuple that went through JSON
+            screen_size = (screen_size[0], screen_size[1])
         super().__init__(
             env,
             noop_max,

@@ -15,7 +15,7 @@ from gymnasium.wrappers.utils import create_zero_array
 from gym_compress.codec import Codec
 from gym_compress.observation import FrameCompressor, FrameStacker
 from gym_compress.tree import map_leaves, map_space
-from gym_compress.wrappers.compress import compress_leaf, compressed_space, leaf_compressors, recorded, seal_all
+from gym_compress.wrappers.compress import compressed_space, leaf_compressors, recorded, seal_all
 
 __all__ = ["CompressedFrameStack"]
 
@@ -26,6 +26,10 @@ class _PlainStacker:
     def __init__(self, space: spaces.Space[Any], stack_size: int, filler: Any) -> None:
         self._space = space
         self._queue = deque([filler] * stack_size, maxlen=stack_size)
+
+    def take(self, observation: Any) -> Any:
+        """A copy of an observation; an error if it cannot be stacked."""
+        return copy.deepcopy(concatenate(self._space, [observation], create_empty_array(self._space, 1))[0])
 
     def fill(self, filler: Any) -> None:
         self._queue.extend([filler] * len(self._queue))
@@ -91,10 +95,9 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
         """
         gym.utils.RecordConstructorArgs.__init__(
             self,
-            stack_size=stack_size,
-            padding_type=padding_type,
-            codec=recorded(codec),
-            frames_per_chunk=frames_per_chunk,
+            **recorded(
+                stack_size=stack_size, padding_type=padding_type, codec=codec, frames_per_chunk=frames_per_chunk
+            ),
         )
         gym.Wrapper.__init__(self, env)
         if not np.issubdtype(type(stack_size), np.integer):
@@ -146,19 +149,23 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
             ValueError: If the observation does not fit the environment's observation space.
         """
         observation, info = self.env.reset(seed=seed, options=options)
-        frame = map_leaves(compress_leaf, self._compressors, observation)
+        frame = map_leaves(_take, self._compressors, self._stackers, observation)
         padding = frame if self.padding_type == "reset" else self._padding
         map_leaves(_fill, self._stackers, padding)
         return map_leaves(_push, self._stackers, frame), info
 
     def _push(self, observation: Any) -> Any:
-        frame = map_leaves(compress_leaf, self._compressors, observation)
+        frame = map_leaves(_take, self._compressors, self._stackers, observation)
         return map_leaves(_push, self._stackers, frame)
 
     def close(self) -> None:
         """Closes the environment and compresses the newest frames, which were raw so far."""
         seal_all(self._compressors)
         super().close()
+
+
+def _take(compressor: FrameCompressor | None, stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:
+    return stacker.take(observation) if compressor is None else compressor(observation)
 
 
 def _fill(stacker: FrameStacker | _PlainStacker, filler: Any) -> None:

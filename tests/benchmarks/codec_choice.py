@@ -1,10 +1,10 @@
 """Codecs and chunk lengths against the size of a frame: the figures behind ``codec="auto"``.
 
-    python tests/benchmarks/codec_choice.py [--games Pong Breakout Seaquest] [--frames 1200]
+    python tests/benchmarks/codec_choice.py [--envs ALE/Pong-v5 ...] [--sizes 84x84 84x84x3 ...] [--frames 800]
 
-Needs the extra ``atari``. For each size of frame it prints, over random play of the games, the geometric mean of the
-ratio to raw frames, microseconds to encode a frame, and the time to read one random stack of 4 as a multiple of
-copying it from uncompressed memory.
+Needs the extra ``atari``. Records environments under random play, resizes their images, and prints for each size, as
+geometric means over the environments: the ratio of raw to compressed bytes, microseconds to encode a frame, and the
+time to read 16 random stacks of 4 as a multiple of copying them from uncompressed memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable
 
-import ale_py
 import cv2
 import gymnasium as gym
 import numpy as np
@@ -24,25 +23,12 @@ from rich.progress import track
 from rich.table import Table
 
 from gym_compress import Codec, CompressedObservation, decompress_batch
+from gym_compress.compare import make_env, record
 from gym_compress.observation import FrameCompressor, stack
 
 CODECS = [Codec("lz4", 5), Codec("lz4hc", 5), Codec("lz4hc", 9), Codec("zstd", 1), Codec("zstd", 3), Codec("zstd", 5)]
 SIZES = ["64x64", "84x84", "64x64x3", "84x84x3", "96x96x3", "128x128x3", "210x160x3"]
 CHUNKS = [4, 8, 12, 16]
-
-
-def record(game: str, count: int) -> np.ndarray:
-    """Frames of random play, one in four, as the emulator draws them: (count, 210, 160, 3) uint8."""
-    env = gym.make(f"ALE/{game}-v5", frameskip=4)
-    rng = np.random.default_rng(0)
-    frames = [env.reset(seed=0)[0]]
-    while len(frames) < count:
-        obs, _, terminated, truncated, _ = env.step(rng.integers(env.action_space.n))
-        frames.append(obs)
-        if terminated or truncated:
-            env.reset()
-    env.close()
-    return np.stack(frames)
 
 
 def resized(frames: np.ndarray, size: str) -> np.ndarray:
@@ -86,24 +72,29 @@ def measure(frames: np.ndarray, codec: Codec, frames_per_chunk: int) -> tuple[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--games", nargs="+", default=["Pong", "Breakout", "Seaquest"])
-    parser.add_argument("--frames", type=int, default=1200)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--envs", nargs="+", default=["ALE/Pong-v5", "ALE/Breakout-v5", "ALE/Seaquest-v5"])
+    parser.add_argument("--sizes", nargs="+", default=SIZES)
+    parser.add_argument("--frames", type=int, default=800)
     args = parser.parse_args()
-    gym.register_envs(ale_py)
-    played = [record(game, args.frames) for game in args.games]
-    table = Table("frame", "bytes", "codec", *[f"{n} a chunk" for n in CHUNKS], title=", ".join(args.games))
-    for size in track(SIZES, "measuring"):
-        clips = [resized(frames, size) for frames in played]
+    clips = []
+    for env_id in args.envs:
+        env = make_env(env_id, preprocess=False)
+        images = record(env, args.frames, seed=0, advance=lambda: None).images
+        clips.append(next(iter(images.values())))
+        env.close()
+    table = Table("frame", "bytes", "codec", *[f"{n} a chunk" for n in CHUNKS], title=", ".join(args.envs))
+    for size in track(args.sizes, "measuring"):
+        sized = [resized(frames, size) for frames in clips]
         for codec in CODECS:
             cells = []
             for frames_per_chunk in CHUNKS:
-                ratios, encodes, reads = zip(*[measure(c, codec, frames_per_chunk) for c in clips], strict=True)
+                ratios, encodes, reads = zip(*[measure(clip, codec, frames_per_chunk) for clip in sized], strict=True)
                 mean = statistics.geometric_mean
-                cells.append(f"{mean(ratios):4.0f}x {mean(encodes):4.0f} us {mean(reads):4.1f}")
-            table.add_row(size, str(clips[0][0].nbytes), str(codec), *cells)
+                cells.append(f"{mean(ratios):5.1f}x {mean(encodes):4.0f} us {mean(reads):4.1f}")
+            table.add_row(size, str(sized[0][0].nbytes), str(codec), *cells)
         table.add_section()
-    Console(width=120).print(table)
+    Console(width=130).print(table)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+import json
+import subprocess
+import sys
+
+import blosc2
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gym_compress import Codec, CorruptDataError, GymCompressError
+from gym_compress.codec import check_encoded, decode, resolve_codec, resolve_frames_per_chunk
+
+REAL = ["lz4:1", "lz4:9", "lz4hc:5", "zstd:1", "zstd:9"]
+
+
+def test_is_a_frozen_value():
+    codec = Codec("zstd", 3)
+    assert codec == Codec(name="zstd", clevel=3)
+    assert codec != Codec("zstd", 4)
+    assert len({codec, Codec("zstd", 3), Codec("lz4", 3)}) == 2
+    with pytest.raises(AttributeError):
+        codec.clevel = 4
+
+
+@pytest.mark.parametrize(
+    ("text", "codec", "printed"),
+    [
+        ("lz4hc:5", Codec(), "lz4hc:5"),
+        ("zstd", Codec("zstd", 5), "zstd:5"),
+        ("lz4:1", Codec("lz4", np.int64(1)), "lz4:1"),
+        ("none", Codec("none"), "none"),
+    ],
+)
+def test_strings(text, codec, printed):
+    assert Codec.from_string(text) == codec
+    assert str(codec) == printed == json.loads(json.dumps(str(codec)))
+    assert Codec.from_string(printed) == codec
+
+
+@pytest.mark.parametrize("text", ["lzma", "", "zstd:", "zstd:0", "zstd:10", "zstd:-1", "zstd:1.5", "none:3", "ZSTD", "auto:1"])
+def test_unknown_codecs_name_what_is_allowed(text):
+    with pytest.raises(ValueError, match=r"expected (one of )?('lz4', 'lz4hc', 'zstd', 'none'|1 to 9)"):
+        Codec.from_string(text)
+
+
+@pytest.mark.parametrize("level", [2.5, "3", None])
+def test_levels_are_integers(level):
+    with pytest.raises(TypeError, match="integer"):
+        Codec("zstd", level)
+
+
+def test_auto_chooses_by_the_size_of_a_frame():
+    assert str(resolve_codec("auto", 84 * 84)) == "lz4hc:5"
+    assert str(resolve_codec("auto", 210 * 160 * 3)) == "zstd:1"
+    assert resolve_codec(Codec("lz4", 2), 1) == Codec("lz4", 2)
+    assert [resolve_frames_per_chunk(None, n) for n in (0, 1, 84 * 84, 128 * 128 * 3, 210 * 160 * 3, 10**8)] == [
+        12, 12, 12, 8, 4, 4,
+    ]  # fmt: skip
+    assert resolve_frames_per_chunk(1000, 10**9) == 2  # two of them are below 2 GiB
+    with pytest.raises(ValueError, match="does not fit a chunk"):
+        resolve_frames_per_chunk(1, 2**31)
+    with pytest.raises(TypeError, match="string or a Codec"):
+        resolve_codec(5, 10)
+    with pytest.raises(TypeError, match="integer or None"):
+        resolve_frames_per_chunk(1.5, 10)
+
+
+@given(st.binary(min_size=1, max_size=3000), st.sampled_from(REAL), st.sampled_from([1, 2, 4, 8, 16]))
+def test_encode_and_decode(data, name, itemsize):
+    source = np.frombuffer(data, np.uint8)
+    encoded = Codec.from_string(name).encode(source, itemsize)
+    check_encoded(encoded, len(data))
+    out = np.empty(len(data), np.uint8)
+    decode(encoded, out)
+    assert out.tobytes() == data
+    assert blosc2.decompress2(encoded, nthreads=1) == data
+
+
+@pytest.mark.parametrize("itemsize", [1, 4])
+@pytest.mark.parametrize("name", REAL)
+def test_a_chunk_is_one_block(name, itemsize):
+    data = np.tile(np.arange(250, dtype=np.uint8), 4000)
+    encoded = Codec.from_string(name).encode(data, itemsize)
+    assert blosc2.get_cbuffer_sizes(encoded) == (data.nbytes, len(encoded), data.nbytes)
+    assert encoded[3] == itemsize
+
+
+def test_blosc2s_settings_stay_as_they_are():
+    def settings():
+        return blosc2.nthreads, blosc2.blosc2_ext.get_compressor(), dict(blosc2.cparams_dflts), blosc2.set_releasegil(False)
+
+    before = settings()
+    data = np.zeros(10_000, np.uint8)
+    decode(Codec("zstd", 1).encode(data, 1), data)
+    assert settings() == before
+
+
+def test_damaged_buffers_are_refused():
+    encoded = Codec().encode(np.zeros(1000, np.uint8), 1)
+    check_encoded(encoded, 1000)
+    foreign = blosc2.compress2(bytes(1000), codec=blosc2.Codec.BLOSCLZ, clevel=5, nthreads=1)
+    for damaged, nbytes in [
+        (b"", 1000),
+        (encoded[:31], 1000),
+        (encoded[:-1], 1000),
+        (encoded + b"x", 1000),
+        (encoded, 999),
+        (foreign, 1000),
+    ]:
+        with pytest.raises(CorruptDataError, match="compressed chunk"):
+            check_encoded(damaged, nbytes)
+    assert issubclass(CorruptDataError, ValueError)
+    assert issubclass(CorruptDataError, GymCompressError)
+
+
+def test_an_overriding_environment_variable_is_an_error():
+    code = """
+import numpy as np
+from gym_compress import CompressedObservation, GymCompressError
+try:
+    CompressedObservation.from_frames([np.zeros((84, 84), np.uint8)] * 4)
+except GymCompressError as error:
+    print(error)
+"""
+    import os
+
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "BLOSC_COMPRESSOR": "blosclz"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "unset the environment variable BLOSC_COMPRESSOR" in run.stdout
