@@ -53,7 +53,9 @@ def main(args: Args) -> None:
             kept.append(obs)
             if (step + 1) % max(args.steps // 10, 1) == 0:
                 grown, plain = max(resident() - before, 0.1), len(kept) * obs.nbytes / 1e6
-                table.add_row(f"{len(kept):,}", f"{grown:,.1f} MB", f"{plain:,.1f} MB", f"{plain / grown:,.0f}x")
+                table.add_row(
+                    f"{len(kept):,}", f"{grown:,.1f} MB", f"{plain:,.1f} MB", f"{plain / grown:,.0f}x"
+                )
     env.close()
 
     rng = np.random.default_rng(args.seed)
@@ -66,5 +68,7 @@ if __name__ == "__main__":
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for field in fields(Args):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default
+        )
     main(Args(**vars(parser.parse_args())))

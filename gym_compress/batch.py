@@ -17,21 +17,25 @@ __all__ = ["decompress_batch"]
 def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
     """Decompresses observations into one stacked array, as ``np.stack`` would give of the arrays.
 
-    Each chunk is decoded once for the whole batch, so neighbouring observations, or ``obs`` and ``next_obs`` in one
-    list, cost less than strangers.
+    Each chunk is decoded once for the whole batch, so neighbouring observations, or ``obs`` and ``next_obs``
+    in one list, cost less than strangers.
 
     Args:
-        observations: A list, tuple or object array of observations of one space: :class:`CompressedObservation`,
-            arrays, numbers, or dicts and tuples of these, nested as Dict and Tuple spaces nest them.
-        out: Where to write: a C-contiguous array of exactly the result's shape and dtype, in native byte order
+        observations: A list, tuple or object array of observations of one space:
+            :class:`CompressedObservation`, arrays, numbers, or dicts and tuples of these, nested as Dict and
+            Tuple spaces nest them.
+        out: Where to write: a C-contiguous array of exactly the result's shape and dtype, in native byte
+            order
             (of a torch tensor, its ``.numpy()``); for dicts and tuples, a dict or tuple of such arrays.
 
     Returns:
-        An array of shape ``(len(observations), *shape)``, or a dict or tuple of such arrays; ``out`` if it was given.
+        An array of shape ``(len(observations), *shape)``, or a dict or tuple of such arrays; ``out`` if
+        given.
 
     Raises:
-        ValueError: If the batch is empty, if observations differ in shape, dtype or keys (the message names the index),
-            or if ``out`` does not fit. Nothing is written then.
+        ValueError: If the batch is empty, if observations differ in shape, dtype or keys (the message names
+            the
+            index), or if ``out`` does not fit. Nothing is written then.
         TypeError: If this is no batch, or holds something that is no observation.
 
     Example:
@@ -42,7 +46,8 @@ def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
         >>> decompress_batch(kept).shape
         (8, 4, 4)
     """
-    if isinstance(observations, (CompressedObservation, Mapping, Set, str, bytes)) or not isinstance(observations, Iterable):
+    no_list = (CompressedObservation, Mapping, Set, str, bytes)
+    if isinstance(observations, no_list) or not isinstance(observations, Iterable):
         raise TypeError(f"Expected a list of observations, actual type: {type(observations)}")
     batch = list(observations)
     if not batch:
@@ -55,7 +60,7 @@ def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
 
 
 def _prepare(batch: list[Any], out: Any, name: str, jobs: list[Callable[[], None]]) -> Any:
-    """Checks one leaf, or those of a dict or tuple, and appends to jobs what fills the result, which it returns."""
+    """Checks a batch, leaf by leaf, appends to jobs what fills the result, and returns the result."""
     first = batch[0]
     if isinstance(first, CompressedObservation):
         return _prepare_compressed(batch, out, name, jobs)
@@ -63,14 +68,17 @@ def _prepare(batch: list[Any], out: Any, name: str, jobs: list[Callable[[], None
         keys = first.keys()
         for i, observation in enumerate(batch):
             if not isinstance(observation, Mapping) or observation.keys() != keys:
-                raise ValueError(f"Expected {name} {i} to be a dict with keys {list(keys)}, got {_told(observation)}")
-        parts = _parts(out, keys, Mapping, name)
+                raise ValueError(
+                    f"Expected {name} {i} to be a dict of {list(keys)}, got {_told(observation)}"
+                )
+        parts = _parts(out, keys, dict, name)
         result = {k: _prepare([o[k] for o in batch], parts[k], f"{name}[{k!r}]", jobs) for k in keys}
         return result if out is None else out
     if isinstance(first, tuple):
         for i, observation in enumerate(batch):
             if not isinstance(observation, tuple) or len(observation) != len(first):
-                raise ValueError(f"Expected {name} {i} to be a tuple of {len(first)}, got {_told(observation)}")
+                expected = f"a tuple of {len(first)}"
+                raise ValueError(f"Expected {name} {i} to be {expected}, got {_told(observation)}")
         places = range(len(first))
         parts = _parts(out, places, tuple, name)
         results = tuple([_prepare([o[i] for o in batch], parts[i], f"{name}[{i}]", jobs) for i in places])
@@ -78,18 +86,18 @@ def _prepare(batch: list[Any], out: Any, name: str, jobs: list[Callable[[], None
     return _prepare_arrays(batch, out, name, jobs)
 
 
-def _parts(out: Any, keys: Any, kind: type, name: str) -> Any:
+def _parts(out: Any, keys: Any, kind: type[Any], name: str) -> Any:
     if out is None:
         return dict.fromkeys(keys)
-    if not isinstance(out, kind) or (out.keys() if isinstance(out, Mapping) else range(len(out))) != keys:
-        raise ValueError(f"Expected out for {name} to be a {kind.__name__} with {list(keys)}, got {_told(out)}")
+    if not isinstance(out, kind) or (out.keys() if kind is dict else range(len(out))) != keys:
+        raise ValueError(f"Expected out for {name} to be a {kind.__name__} of {list(keys)}, got {_told(out)}")
     return out
 
 
 def _told(value: Any) -> str:
     """A short description of a value for a message."""
     if isinstance(value, Mapping):
-        return f"a dict with keys {list(value)}"
+        return f"a dict of {list(value)}"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -101,7 +109,7 @@ def _destination(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDAr
     if out is None:
         return np.empty(shape, dtype)
     if not isinstance(out, np.ndarray):
-        raise TypeError(f"out is expected to be a NumPy array (a torch tensor's .numpy()), actual type: {type(out)}")
+        raise TypeError(f"out is expected to be a NumPy array (of a tensor, its .numpy()), got {type(out)}")
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(f"out is expected to have shape {shape} and dtype {dtype}, got {_told(out)}")
     if not (out.flags.c_contiguous and out.flags.writeable):
@@ -109,7 +117,9 @@ def _destination(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDAr
     return out
 
 
-def _prepare_compressed(batch: list[Any], out: Any, name: str, jobs: list[Callable[[], None]]) -> NDArray[Any]:
+def _prepare_compressed(
+    batch: list[Any], out: Any, name: str, jobs: list[Callable[[], None]]
+) -> NDArray[Any]:
     first = batch[0]._layout
     nbytes = first.nbytes
     wanted: dict[Chunk, list[Piece]] = {}
@@ -125,7 +135,7 @@ def _prepare_compressed(batch: list[Any], out: Any, name: str, jobs: list[Callab
             )
         source = observation._source
         for which, (to, to_end, start, end) in layout.pieces:
-            chunk = source if type(source) is Chunk else source[which]
+            chunk = source if isinstance(source, Chunk) else source[which]
             piece = (base + to, base + to_end, start, end)
             if chunk in wanted:
                 wanted[chunk].append(piece)
@@ -134,7 +144,7 @@ def _prepare_compressed(batch: list[Any], out: Any, name: str, jobs: list[Callab
         base += nbytes
     result = _destination(out, (len(batch), *first.shape), first.dtype)
     if nbytes:
-        jobs.append(lambda: read_pieces(wanted.items(), memoryview(result.reshape(-1).view(np.uint8))))
+        jobs.append(lambda: read_pieces(wanted.items(), result.reshape(-1).view(np.uint8).data))
     return result
 
 

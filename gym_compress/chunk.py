@@ -13,15 +13,15 @@ from gym_compress.codec import Codec, check_encoded, decode, resolve_codec, reso
 
 __all__ = ["Chunk", "ChunkWriter", "Piece", "read_pieces"]
 
-# Where bytes of a decoded chunk go: first and last of the output, first and last of the chunk (ends excluded).
+# Where bytes of a decoded chunk go: start and end in the output, start and end in the chunk.
 Piece = tuple[int, int, int, int]
 
 
 class Chunk:
     """Frames that are compressed together.
 
-    ``content`` is a flat array of bytes while the chunk is open, and one Blosc2 buffer (``bytes``) when it is sealed.
-    It changes once, in one assignment, so a reader that takes it into a local name needs no lock.
+    ``content`` is a flat array of bytes while the chunk is open, and one Blosc2 buffer (``bytes``) when it is
+    sealed. It changes once, in one assignment, so a reader that takes it into a local name needs no lock.
 
     Args:
         content: The frames' bytes one after another, or the buffer that holds them compressed.
@@ -32,7 +32,9 @@ class Chunk:
 
     __slots__ = ("codec", "content", "nbytes", "sealed")
 
-    def __init__(self, content: bytes | NDArray[np.uint8], nbytes: int, codec: Codec, sealed: bool = False) -> None:
+    def __init__(
+        self, content: bytes | NDArray[np.uint8], nbytes: int, codec: Codec, sealed: bool = False
+    ) -> None:
         self.content = content
         self.nbytes = nbytes
         self.codec = codec
@@ -78,20 +80,20 @@ def read_pieces(wanted: Iterable[tuple[Chunk, list[Piece]]], out: memoryview) ->
         wanted: Chunks, each with the pieces that are wanted of it.
         out: The bytes that are written, not empty.
     """
-    scratch = memoryview(b"")
+    scratch = np.empty(0, np.uint8).data
     for chunk, pieces in wanted:
         content = chunk.content
-        if type(content) is bytes:
+        if isinstance(content, bytes):
             nbytes = chunk.nbytes
             if len(pieces) == 1 and pieces[0][3] - pieces[0][2] == nbytes:
                 decode(content, out[pieces[0][0] : pieces[0][1]])
                 continue
             if len(scratch) < nbytes:
-                scratch = memoryview(np.empty(nbytes, np.uint8))
+                scratch = np.empty(nbytes, np.uint8).data
             decode(content, scratch)
             raw = scratch
         else:
-            raw = memoryview(content)
+            raw = content.data
         for to, to_end, start, end in pieces:
             out[to:to_end] = raw[start:end]
 
@@ -99,10 +101,11 @@ def read_pieces(wanted: Iterable[tuple[Chunk, list[Piece]]], out: memoryview) ->
 class ChunkWriter:
     """Appends the frames of one stream and seals the chunks that they fill.
 
-    The newest frames stay raw, at least ``keep`` of them, so that reading the newest observation decodes nothing.
+    The newest frames stay raw, at least ``keep`` of them, so that reading the newest observation decodes
+    nothing.
 
-    A copy of a writer (``copy.deepcopy`` of an environment, pickling) is a writer with the same settings that begins
-    a chunk of its own; what was written stays where it is.
+    A copy of a writer (``copy.deepcopy`` of an environment, pickling) is a writer with the same settings that
+    begins a chunk of its own; what was written stays where it is.
 
     Args:
         shape: The shape of a frame.
@@ -112,7 +115,7 @@ class ChunkWriter:
         keep: How many of the newest frames stay raw.
 
     Raises:
-        ValueError: If the codec is unknown, ``frames_per_chunk`` is below 1, or a frame is too large for a chunk.
+        ValueError: If the codec is unknown, ``frames_per_chunk`` below 1, or a frame too large for a chunk.
         TypeError: If the codec or ``frames_per_chunk`` is of a wrong type.
     """
 
@@ -150,8 +153,8 @@ class ChunkWriter:
             The chunk that holds the frame, and the frame's place in it, counted from 0.
 
         Raises:
-            ValueError: If the frame has another shape, or a dtype that does not cast to the writer's by NumPy's
-                ``same_kind``. Nothing is written then.
+            ValueError: If the frame has another shape, or a dtype that does not cast to the writer's by
+                NumPy's ``same_kind``. Nothing is written then.
         """
         if type(frame) is not np.ndarray or frame.dtype is not self.dtype or frame.shape != self.shape:
             frame = self.fit(frame)
@@ -163,18 +166,19 @@ class ChunkWriter:
         return self._chunk, index
 
     def fit(self, frame: Any) -> NDArray[Any]:
-        """The frame as an array that can be written to the stream; ValueError if it does not fit, as in `append`."""
+        """The frame as an array that can be written; ValueError if it does not fit, as in :meth:`append`."""
         array = np.asarray(frame)
         if array.shape != self.shape:
             raise ValueError(f"A frame of shape {array.shape} does not fit the space's shape {self.shape}")
         if not np.can_cast(array.dtype, self.dtype, "same_kind"):
             raise ValueError(
-                f"A frame of dtype {array.dtype} does not cast to the space's dtype {self.dtype} by NumPy's 'same_kind'"
+                f"A frame of dtype {array.dtype} does not cast to the space's dtype {self.dtype} "
+                "by NumPy's 'same_kind'"
             )
         return array
 
     def _turn(self) -> None:
-        """Puts the full chunk among those that wait, and seals the oldest of them while enough frames stay raw."""
+        """Puts the full chunk among those that wait, and seals the oldest while enough frames stay raw."""
         full, chunk = self._full, self._chunk
         while full and len(full) * self.frames_per_chunk >= self.keep:
             full[0].seal(self._chunk_nbytes, self.dtype.itemsize)

@@ -15,7 +15,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from gym_compress.codec import resolve_codec, resolve_frames_per_chunk
-from gym_compress.compare import DEFAULT_CODECS, CompareError, Row, compare, image_places, machine, make_env, name, plot, record, report
+from gym_compress.compare import (
+    DEFAULT_CODECS,
+    CompareError,
+    Row,
+    compare,
+    image_places,
+    machine,
+    make_env,
+    name,
+    plot,
+    record,
+    report,
+)
 
 __all__ = ["main"]
 
@@ -38,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gym-compress", description="Compressed observations for Gymnasium.")
+    parser = argparse.ArgumentParser(
+        prog="gym-compress", description="Compressed observations for Gymnasium."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     sub = commands.add_parser(
         "compare",
@@ -46,14 +60,20 @@ def _parser() -> argparse.ArgumentParser:
         description="Records an environment under random play, plays the recording in a loop, and measures resident "
         "memory, step time and batch time of stacked observations, plain and compressed, in fresh processes.",
     )
-    sub.add_argument("env_id", metavar="ENV_ID", help="as for gymnasium.make, such as ALE/Pong-v5 or CarRacing-v3")
+    sub.add_argument(
+        "env_id", metavar="ENV_ID", help="as for gymnasium.make, such as ALE/Pong-v5 or CarRacing-v3"
+    )
     sub.add_argument("--steps", type=int, default=4000, help="observations to record (default: %(default)s)")
-    sub.add_argument("--stack-size", type=int, default=4, help="frames in an observation (default: %(default)s)")
+    sub.add_argument(
+        "--stack-size", type=int, default=4, help="frames in an observation (default: %(default)s)"
+    )
     sub.add_argument(
         "--codec", nargs="+", default=list(DEFAULT_CODECS), metavar="C", help="such as auto, lz4hc:5 or zstd"
     )
-    sub.add_argument("--frames-per-chunk", type=int, metavar="K", help="frames compressed together (default: by size)")
-    sub.add_argument("--seed", type=int, default=0, help="of the environment and the actions (default: %(default)s)")
+    sub.add_argument("--frames-per-chunk", type=int, metavar="K", help="frames compressed together")
+    sub.add_argument(
+        "--seed", type=int, default=0, help="of the environment and the actions (default: %(default)s)"
+    )
     sub.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart of memory as PNG")
     sub.set_defaults(run=_compare)
@@ -89,10 +109,13 @@ def _compare(args: argparse.Namespace) -> int:
         rows = compare(recording, args.codec, args.stack_size, args.frames_per_chunk, advance)
         progress.update(measured, description="measured", total=len(rows), completed=len(rows))
 
-    shapes = ", ".join(f"{args.stack_size} x {image.shape[1:]} {image.dtype}" for image in recording.images.values())
+    shapes = ", ".join(
+        f"{args.stack_size} x {image.shape[1:]} {image.dtype}" for image in recording.images.values()
+    )
     title = f"{args.env_id}: {shapes}, {args.steps:,} random steps"
     Console().print(
-        _table(rows, title, f"an observation, a step beyond the bare one, a batch of 32; {machine()}"), soft_wrap=True
+        _table(rows, title, f"an observation, a step beyond the bare one, a batch of 32; {machine()}"),
+        soft_wrap=True,
     )
     if args.json:
         args.json.write_text(json.dumps(report(args.env_id, args.steps, rows), indent=2) + "\n")

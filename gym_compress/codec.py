@@ -42,12 +42,13 @@ class Codec:
     A codec is a small value: frozen, hashable, equal by value, and written as a string.
     Wherever the package asks for a ``codec``, it takes a ``Codec``, its string, or ``"auto"``.
 
-    ``"auto"`` and ``frames_per_chunk=None`` choose by the size of one frame: ``lz4hc:5`` below 16 KiB and ``zstd:1``
-    from there on; as many frames a chunk as make 384 KiB, but at least 4 and at most 12. Small frames are worth a
-    codec that decodes fast. In large ones LZ4 does not reach back to the frame before (it sees 64 KiB), and searches
-    long to find little. The figures behind it, geometric means over random play of Pong, Breakout and Seaquest
-    (``tests/benchmarks/codec_choice.py``; AMD EPYC, one thread): ratio to raw bytes, time to encode a frame, and
-    time to read random stacks of 4 as a multiple of copying them from uncompressed memory.
+    ``"auto"`` and ``frames_per_chunk=None`` choose by the size of one frame: ``lz4hc:5`` below 16 KiB and
+    ``zstd:1`` from there on; as many frames a chunk as make 384 KiB, but at least 4 and at most 12. Small
+    frames are worth a codec that decodes fast. In large ones LZ4 does not reach back to the frame before (it
+    sees 64 KiB), and searches long to find little. The figures behind it, geometric means over random play of
+    Pong, Breakout and Seaquest (``tests/benchmarks/codec_choice.py``; AMD EPYC, one thread): ratio to raw
+    bytes, time to encode a frame, and time to read random stacks of 4 as a multiple of copying them from
+    uncompressed memory.
 
     ========= ======= ================= ====================== ======================
     frame      bytes   frames a chunk    ``lz4hc:5``            ``zstd:1``
@@ -58,7 +59,8 @@ class Codec:
     210x160x3  100800  4                 144x, 212 us, 5.6      345x,  30 us, 3.5
     ========= ======= ================= ====================== ======================
 
-    Environment variables ``BLOSC_*``, which override every program's choices, change what Blosc2 does here as well.
+    Environment variables ``BLOSC_*``, which override every program's choices, change what Blosc2 does here as
+    well.
 
     Args:
         name: ``"lz4"``, ``"lz4hc"``, ``"zstd"``, or ``"none"``, which keeps frames as they are and serves for
@@ -91,7 +93,9 @@ class Codec:
         try:
             level = operator.index(self.clevel)
         except TypeError:
-            raise TypeError(f"The level of a codec is expected to be an integer, actual: {self.clevel!r}") from None
+            raise TypeError(
+                f"The level of a codec is expected to be an integer, actual: {self.clevel!r}"
+            ) from None
         if level not in _LEVELS:
             raise ValueError(
                 f"Unknown level {level} of codec {self.name!r}, expected {_LEVELS[0]} to {_LEVELS[-1]}"
@@ -154,9 +158,9 @@ def _compression(codec: Codec, itemsize: int) -> dict[str, Any]:
     }
 
 
-# Decompresses a Blosc2 buffer into the front of a C-contiguous array that is at least as large. It keeps Blosc2's
-# own context, where `decompress2` would make one for each call; a buffer of one block is decoded by the caller's
-# thread alone, whatever the number of threads that Blosc2 is set to.
+# Decompresses a Blosc2 buffer into the front of a C-contiguous array that is at least as large. It keeps
+# Blosc2's own context, where `decompress2` would make one for each call; a buffer of one block is decoded by
+# the caller's thread alone, whatever the number of threads that Blosc2 is set to.
 decode = blosc2.blosc2_ext.decompress
 
 
@@ -207,5 +211,7 @@ def resolve_frames_per_chunk(frames_per_chunk: int | None, frame_nbytes: int) ->
     if frames < 1:
         raise ValueError(f"frames_per_chunk is expected to be at least 1, actual value: {frames}")
     if frame_nbytes > _MAX_CHUNK:
-        raise ValueError(f"A frame of {frame_nbytes} bytes does not fit a chunk, expected at most {_MAX_CHUNK}")
+        raise ValueError(
+            f"A frame of {frame_nbytes} bytes does not fit a chunk, expected at most {_MAX_CHUNK}"
+        )
     return min(frames, _MAX_CHUNK // max(frame_nbytes, 1))

@@ -1,4 +1,4 @@
-"""What compression does for one environment: memory, step time and batch time, measured on a recording of it."""
+"""What compression does for an environment: memory, step time and batch time of a recording of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ __all__ = ["CompareError", "Recording", "Row", "compare", "plot", "record"]
 
 DEFAULT_CODECS = ("auto", "lz4:5", "lz4hc:5", "zstd:1", "zstd:5")
 
-# What is kept while memory is measured: this many observations, or as many as grow the process by this many bytes.
+# What is kept while memory is measured: this many observations, or as many as grow the process by this many
+# bytes.
 _KEPT = 40_000
 _GROWTH = 300_000_000
 _BATCH = 32
@@ -64,8 +65,8 @@ class Recording:
     """The images of an environment played with random actions.
 
     Attributes:
-        images: For each image of an observation, named by its place, an array (steps, \\*shape).
-        first: Whether an observation is the first of an episode, (steps,) bool.
+        images: For each image of an observation, named by its place, an array ``(steps, *shape)``.
+        first: Whether an observation is the first of an episode, ``(steps,)`` bool.
     """
 
     images: dict[str, NDArray[Any]]
@@ -87,7 +88,10 @@ class Recording:
     def load(cls, folder: Path) -> Recording:
         """Reads what :meth:`save` wrote into memory."""
         names = [path.read_text() for path in sorted(folder.glob("*.txt"), key=lambda path: int(path.stem))]
-        return cls({name: np.load(folder / f"{i}.npy") for i, name in enumerate(names)}, np.load(folder / "first.npy"))
+        return cls(
+            {name: np.load(folder / f"{i}.npy") for i, name in enumerate(names)},
+            np.load(folder / "first.npy"),
+        )
 
 
 class Replay(gym.Env[Any, Any]):
@@ -95,7 +99,7 @@ class Replay(gym.Env[Any, Any]):
 
     def __init__(self, recording: Recording) -> None:
         self._images, self._first = recording.images, recording.first
-        boxes = {
+        boxes: dict[str, spaces.Space[Any]] = {
             name: spaces.Box(*_bounds(image.dtype), image.shape[1:], image.dtype.type)
             for name, image in self._images.items()
         }
@@ -109,7 +113,9 @@ class Replay(gym.Env[Any, Any]):
             return self._only[self._at].copy()
         return {name: image[self._at].copy() for name, image in self._images.items()}
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._at = (self._at + 1) % len(self._first)
         return self._observation(), {}
@@ -140,7 +146,9 @@ def make_env(env_id: str, preprocess: bool = True) -> gym.Env[Any, Any]:
         import ale_py
     except ImportError:
         if env_id.startswith("ALE/"):
-            raise CompareError('Atari games need ale-py and opencv: pip install "gym-compress[atari]"') from None
+            raise CompareError(
+                'Atari games need ale-py and opencv: pip install "gym-compress[atari]"'
+            ) from None
     else:
         gym.register_envs(ale_py)
     module, _, name = env_id.rpartition(":")
@@ -233,8 +241,8 @@ def compare(
         advance: Called with a description before each measurement.
 
     Returns:
-        A row for Gymnasium's FrameStackObservation, one for frames that are shared but not compressed, and one for
-        CompressedFrameStack with each codec.
+        A row for Gymnasium's FrameStackObservation, one for frames that are shared but not compressed, and
+        one for CompressedFrameStack with each codec.
     """
     nbytes = max(image[0].nbytes for image in recording.images.values())
     resolved = dict.fromkeys(str(resolve_codec(codec, nbytes)) for codec in codecs)
@@ -255,14 +263,18 @@ def compare(
     return rows
 
 
-def _measure(folder: str, codec: str, stack_size: int, frames_per_chunk: int | None) -> tuple[float, float, float]:
+def _measure(
+    folder: str, codec: str, stack_size: int, frames_per_chunk: int | None
+) -> tuple[float, float, float]:
     """Resident bytes of a kept observation, microseconds added to a step, microseconds of a batch."""
     recording = Recording.load(Path(folder))
 
     def wrapped() -> gym.Env[Any, Any]:
         if codec == "-":
             return gym.wrappers.FrameStackObservation(Replay(recording), stack_size)
-        return CompressedFrameStack(Replay(recording), stack_size, codec=codec, frames_per_chunk=frames_per_chunk)
+        return CompressedFrameStack(
+            Replay(recording), stack_size, codec=codec, frames_per_chunk=frames_per_chunk
+        )
 
     stream = _play(wrapped())
     for _ in range(50):
@@ -339,7 +351,9 @@ def machine() -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        models = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line
+        ]
         name = models[0] if models else name
     return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, {platform.system()}"
 
@@ -364,7 +378,9 @@ def plot(env_id: str, rows: list[Row], path: str) -> None:
     sizes = [row.bytes_per_observation for row in rows]
     colours = ["#9aa5b1" if row.method != "CompressedFrameStack" else "#2a7f62" for row in rows]
     bars = axes.barh(names, sizes, color=colours)
-    axes.bar_label(bars, [f" {size:,.0f} B, {row.ratio:,.0f}x" for size, row in zip(sizes, rows, strict=True)])
+    axes.bar_label(
+        bars, [f" {size:,.0f} B, {row.ratio:,.0f}x" for size, row in zip(sizes, rows, strict=True)]
+    )
     axes.set_xscale("log")
     axes.set_xlim(min(sizes) / 2, 10 ** math.ceil(math.log10(max(sizes) * 3)))
     axes.invert_yaxis()

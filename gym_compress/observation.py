@@ -70,10 +70,10 @@ def _stacked_layout(layouts: tuple[Layout, ...], places: tuple[tuple[int, ...], 
 class CompressedObservation:
     """An observation whose frames are kept compressed, shared with its neighbours.
 
-    It is immutable and behaves as an array where reading is meant: NumPy, PyTorch and JAX turn it into an array of
-    its ``shape`` and ``dtype`` (``np.asarray(obs)``, ``torch.as_tensor(obs)``, ``jax.numpy.asarray(obs)``), each time
-    into a new one; nothing decoded is kept. To read many at once, use :func:`gym_compress.decompress_batch`, which
-    decodes what they share once.
+    It is immutable and behaves as an array where reading is meant: NumPy, PyTorch and JAX turn it into an
+    array of its ``shape`` and ``dtype`` (``np.asarray(obs)``, ``torch.as_tensor(obs)``,
+    ``jax.numpy.asarray(obs)``), each time into a new one; nothing decoded is kept. To read many at once, use
+    :func:`gym_compress.decompress_batch`, which decodes what they share once.
 
     Wrappers make observations; :meth:`from_frames` makes one by hand.
 
@@ -141,7 +141,9 @@ class CompressedObservation:
         """An observation with the values of an array, in a chunk of its own."""
         array = np.asarray(array)
         if array.dtype.kind not in "biuf":
-            raise TypeError(f"An observation is expected to be of booleans, integers or floats, got {array.dtype}")
+            raise TypeError(
+                f"An observation is expected to be of booleans, integers or floats, got {array.dtype}"
+            )
         array = np.ascontiguousarray(array, np.dtype(array.dtype.type)).reshape(array.shape)
         segments = ((0, 0, array.nbytes),) if array.nbytes else ()
         return cls(Chunk.from_array(array, codec), layout_of(array.shape, array.dtype, segments))
@@ -175,7 +177,8 @@ class CompressedObservation:
     def cbytes(self) -> int:
         """Bytes of this observation's frames in their chunks, rounded up: raw bytes while a chunk is open.
 
-        A frame counts in each observation that it is part of; sums over a stream therefore exceed what is resident.
+        A frame counts in each observation that it is part of; sums over a stream therefore exceed what is
+        resident.
         """
         chunks = self._chunks()
         share = 0.0
@@ -209,7 +212,7 @@ class CompressedObservation:
             wanted: dict[Chunk, list[Piece]] = {}
             for which, piece in layout.pieces:
                 wanted.setdefault(chunks[which], []).append(piece)
-            read_pieces(wanted.items(), memoryview(out.reshape(-1).view(np.uint8)))
+            read_pieces(wanted.items(), out.reshape(-1).view(np.uint8).data)
         return out if dtype is None else out.astype(dtype, copy=False)
 
     def __dlpack__(
@@ -223,7 +226,9 @@ class CompressedObservation:
         if copy is False:
             raise BufferError("A compressed observation cannot be handed over without a copy")
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(f"A compressed observation is decoded into the CPU's memory, not device {dl_device}")
+            raise BufferError(
+                f"A compressed observation is decoded into the CPU's memory, not device {dl_device}"
+            )
         return np.asarray(self).__dlpack__(stream=stream)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -237,10 +242,11 @@ class CompressedObservation:
         """Decodes once, and iterates over the first axis."""
         return iter(np.asarray(self))
 
-    def reshape(self, *shape: int | tuple[int, ...]) -> NDArray[Any]:
+    def reshape(self, *shape: Any) -> NDArray[Any]:
         """Decodes into a new array of another shape, as ``np.reshape`` does.
 
-        Stable-Baselines3 calls it on what ``model.predict`` is given and on the last observation of an episode.
+        Stable-Baselines3 calls it on what ``model.predict`` is given and on the last observation of an
+        episode.
         """
         return np.asarray(self).reshape(*shape)
 
@@ -273,8 +279,8 @@ class CompressedObservation:
     def detach(self) -> CompressedObservation:
         """An equal observation with a sealed chunk of its own, that keeps nothing else in memory.
 
-        Keeping one observation keeps its whole chunks, and raw frames while they are open. That costs nothing where
-        its neighbours are kept as well; an observation that is kept alone is better detached.
+        Keeping one observation keeps its whole chunks, and raw frames while they are open. That costs nothing
+        where its neighbours are kept as well; an observation that is kept alone is better detached.
         """
         return self._from_array(self, self._chunks()[0].codec)
 
@@ -284,15 +290,14 @@ class CompressedObservation:
         return self.detach().__reduce__()
 
     def __repr__(self) -> str:
-        return (
-            f"CompressedObservation(shape={self.shape}, dtype={self.dtype}, nbytes={self.nbytes}, cbytes={self.cbytes})"
-        )
+        kept = f"nbytes={self.nbytes}, cbytes={self.cbytes}"
+        return f"CompressedObservation(shape={self.shape}, dtype={self.dtype}, {kept})"
 
 
 def stack(
     observations: Sequence[CompressedObservation], known: tuple[Chunk, ...] | None = None
 ) -> CompressedObservation:
-    """Stacks observations along a new first axis, as ``np.stack`` does, by reference: nothing is decoded or encoded.
+    """Stacks observations along a new first axis by reference: nothing is decoded, nothing encoded.
 
     Args:
         observations: At least one, all of one shape and dtype.
@@ -335,7 +340,12 @@ class FrameCompressor:
     """
 
     def __init__(
-        self, space: spaces.Box, *, codec: str | Codec = "auto", frames_per_chunk: int | None = None, keep: int = 1
+        self,
+        space: spaces.Box,
+        *,
+        codec: str | Codec = "auto",
+        frames_per_chunk: int | None = None,
+        keep: int = 1,
     ) -> None:
         self._writer = writer = ChunkWriter(
             space.shape, space.dtype, codec=codec, frames_per_chunk=frames_per_chunk, keep=keep
@@ -373,11 +383,13 @@ class FrameStacker:
     """The last ``stack_size`` observations of a stream as one.
 
     Args:
+        compress: Compresses the frames of the stream.
         stack_size: The number of observations in a stack.
         filler: What the stack is full of at first.
     """
 
-    def __init__(self, stack_size: int, filler: CompressedObservation) -> None:
+    def __init__(self, compress: FrameCompressor, stack_size: int, filler: CompressedObservation) -> None:
+        self.take = compress
         self._queue = deque([filler] * stack_size, maxlen=stack_size)
         self._chunks: tuple[Chunk, ...] = ()
 
@@ -395,7 +407,7 @@ class FrameStacker:
 
 
 class CompressedBox(spaces.Box):
-    """A Box that contains compressed observations beside arrays. In all else it is a Box, and equal to one."""
+    """A Box that contains compressed observations beside arrays; in all else a Box, and equal to one."""
 
     @classmethod
     def like(cls, box: spaces.Box) -> CompressedBox:
@@ -405,5 +417,5 @@ class CompressedBox(spaces.Box):
         return space
 
     def contains(self, x: Any) -> bool:
-        """Whether an array or observation is a member of the space: its shape, its dtype and all its values."""
+        """Whether an array or observation is in the space: its shape, its dtype and all its values."""
         return super().contains(np.asarray(x) if isinstance(x, CompressedObservation) else x)

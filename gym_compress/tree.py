@@ -50,14 +50,18 @@ def map_space(function: Callable[[spaces.Space[Any]], Any], space: spaces.Space[
 def replace_leaves(
     function: Callable[[spaces.Space[Any], Any], spaces.Space[Any]], space: spaces.Space[Any], tree: Any
 ) -> spaces.Space[Any]:
-    """A copy of a space with each leaf replaced by ``function(leaf, leaf of the tree)``; the tree says what is a leaf."""
-    if isinstance(tree, dict):
+    """A copy of a space with each leaf replaced by ``function(leaf, leaf of the tree)``.
+
+    The tree says what is a leaf: below one of its leaves, a Tuple space may stand.
+    """
+    if isinstance(tree, dict) and isinstance(space, spaces.Dict):
         space = copy.deepcopy(space)
         for key, sub in space.spaces.items():
             space.spaces[key] = replace_leaves(function, sub, tree[key])
         return space
-    if isinstance(tree, tuple):
+    if isinstance(tree, tuple) and isinstance(space, spaces.Tuple):
         space = copy.deepcopy(space)
-        space.spaces = tuple([replace_leaves(function, *pair) for pair in zip(space.spaces, tree, strict=True)])
+        pairs = zip(space.spaces, tree, strict=True)
+        space.spaces = tuple([replace_leaves(function, *pair) for pair in pairs])
         return space
     return function(space, tree)

@@ -17,13 +17,16 @@ class AnyEnv(gym.Env[Any, Any]):
 
     Args:
         space: The observation space.
-        episodes: Lengths of the episodes in steps, in a cycle; they end by termination and truncation in turn.
+        episodes: Lengths of the episodes in steps, in a cycle; they end by termination and truncation in
+            turn.
         reuse: Whether each observation is written into the arrays of the one before.
     """
 
-    metadata = {"render_modes": []}  # noqa: RUF012 (Gymnasium's form)
+    metadata = {"render_modes": []}
 
-    def __init__(self, space: spaces.Space[Any] = PIXELS, episodes: tuple[int, ...] = (5, 3), reuse: bool = False) -> None:
+    def __init__(
+        self, space: spaces.Space[Any] = PIXELS, episodes: tuple[int, ...] = (5, 3), reuse: bool = False
+    ) -> None:
         self.observation_space = copy.deepcopy(space)
         self.action_space = spaces.Discrete(3)
         self.episodes, self.reuse = episodes, reuse
@@ -37,7 +40,9 @@ class AnyEnv(gym.Env[Any, Any]):
         self._last = drawn
         return drawn if self.reuse else copy.deepcopy(drawn)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)
@@ -77,7 +82,9 @@ class MovingSquare(gym.Env[Any, Any]):
         image[self.t % 70 : self.t % 70 + 10, (3 * self.t) % 70 : (3 * self.t) % 70 + 10] = 255
         return image
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.t = int(self.np_random.integers(1000)) if seed is not None else 0
         self.end = self.t + self.episode

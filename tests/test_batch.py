@@ -66,7 +66,16 @@ def test_containers_and_plain_arrays(kept):
     want = np.stack([np.asarray(obs) for obs in kept[:5]])
     objects = np.empty(5, object)
     objects[:] = kept[:5]
-    for batch in (kept[:5], tuple(kept[:5]), objects, iter(kept[:5]), want, list(want), [want[0], *kept[1:5]], [*kept[:4], want[4]]):
+    for batch in (
+        kept[:5],
+        tuple(kept[:5]),
+        objects,
+        iter(kept[:5]),
+        want,
+        list(want),
+        [want[0], *kept[1:5]],
+        [*kept[:4], want[4]],
+    ):
         assert_same(decompress_batch(batch), want)
     assert_same(decompress_batch([1, 2, 3]), np.array([1, 2, 3]))
     big_endian = [np.arange(3, dtype=">f4")] * 2
@@ -76,7 +85,9 @@ def test_containers_and_plain_arrays(kept):
 def test_each_chunk_is_decoded_once(kept, monkeypatch):
     decoded = []
     decode = gym_compress.chunk.decode
-    monkeypatch.setattr(gym_compress.chunk, "decode", lambda content, out: decoded.append(content) or decode(content, out))
+    monkeypatch.setattr(
+        gym_compress.chunk, "decode", lambda content, out: decoded.append(content) or decode(content, out)
+    )
     pairs = [obs for i in (7, 3, 9, 3, 30) for obs in (kept[i], kept[i + 1])]
     assert_same(decompress_batch(pairs), np.stack([np.asarray(obs) for obs in pairs]))
     del decoded[:]
@@ -158,7 +169,11 @@ OBS = CompressedObservation.from_frames([np.zeros((3, 2), np.uint8)] * 2)
         ([None], TypeError, "observation 0"),
         ([OBS, object()], TypeError, "observation 1"),
         ([OBS, OBS, np.zeros((2, 3, 3), np.uint8)], ValueError, r"observation 2 .*\(2, 3, 2\).*\(2, 3, 3\)"),
-        ([OBS, CompressedObservation.from_frames([np.zeros((3, 2))] * 2)], ValueError, "observation 1.*uint8.*float64"),
+        (
+            [OBS, CompressedObservation.from_frames([np.zeros((3, 2))] * 2)],
+            ValueError,
+            "observation 1.*uint8.*float64",
+        ),
         ([np.zeros(3), OBS], ValueError, "observation 1"),
         ([{"a": OBS}, {"a": OBS, "b": OBS}], ValueError, r"observation 1 .*\['a'\].*\['a', 'b'\]"),
         ([{"a": OBS}, OBS], ValueError, "observation 1 to be a dict"),

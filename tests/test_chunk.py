@@ -17,7 +17,9 @@ def read(chunk, shape, dtype, index):
     out = np.empty(shape, dtype)
     if out.nbytes:
         place = index * out.nbytes
-        read_pieces([(chunk, [(0, out.nbytes, place, place + out.nbytes)])], memoryview(out.reshape(-1).view(np.uint8)))
+        read_pieces(
+            [(chunk, [(0, out.nbytes, place, place + out.nbytes)])], out.reshape(-1).view(np.uint8).data
+        )
     return out
 
 
@@ -52,7 +54,13 @@ def test_newest_frames_stay_raw_and_old_ones_do_not(frames_per_chunk, keep, coun
 def test_frames_are_copied_whatever_their_layout():
     writer = ChunkWriter((4, 6), np.int32)
     base = np.arange(48, dtype=np.int32).reshape(6, 8)
-    views = [base.T[1:5], base[:4, :6][::-1], base[:4, 1:7], np.asfortranarray(base[:4, :6]), base[:4, :6].astype(">i4")]
+    views = [
+        base.T[1:5],
+        base[:4, :6][::-1],
+        base[:4, 1:7],
+        np.asfortranarray(base[:4, :6]),
+        base[:4, :6].astype(">i4"),
+    ]
     want = [np.array(view) for view in views]
     written = [writer.append(view) for view in views]
     base[...] = 0
@@ -124,7 +132,9 @@ def test_reading_copies_pieces_and_decodes_once(monkeypatch):
     import gym_compress.chunk as module
 
     decode = module.decode
-    monkeypatch.setattr(module, "decode", lambda content, out: decoded.append(content) or decode(content, out))
+    monkeypatch.setattr(
+        module, "decode", lambda content, out: decoded.append(content) or decode(content, out)
+    )
     out = bytearray(600)
     read_pieces([(chunk, [(0, 200, 1800, 2000), (400, 600, 0, 200)])], memoryview(out))
     assert decoded == [chunk.content]

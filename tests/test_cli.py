@@ -45,7 +45,16 @@ def test_a_recording_plays_as_it_was(tmp_path):
 
 def test_compare(tmp_path, capsys):
     report, chart = tmp_path / "r.json", tmp_path / "m.png"
-    arguments = ["compare", "tests.envs:MovingSquare-v0", "--steps", "300", "--codec", "auto", "lz4hc:5", "zstd:1"]
+    arguments = [
+        "compare",
+        "tests.envs:MovingSquare-v0",
+        "--steps",
+        "300",
+        "--codec",
+        "auto",
+        "lz4hc:5",
+        "zstd:1",
+    ]
     assert main([*arguments, "--stack-size", "3", "--json", str(report), "--plot", str(chart)]) == 0
     out = capsys.readouterr().out
     data = json.loads(report.read_text())
@@ -96,7 +105,9 @@ def test_what_cannot_be_had_is_one_line_and_status_2(arguments, message, capsys)
 
 def test_missing_extras_are_named(monkeypatch, capsys):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find_spec(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find_spec(name, *a)
+    )
     assert main(["compare", "MovingSquare-v0", "--plot", "x.png"]) == 2
     assert 'pip install "gym-compress[plot]"' in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "ale_py", None)
@@ -109,7 +120,9 @@ def test_missing_extras_are_named(monkeypatch, capsys):
 
 
 def test_runs_as_a_module():
-    run = subprocess.run([sys.executable, "-m", "gym_compress", "compare", "Nope-v0"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "gym_compress", "compare", "Nope-v0"], capture_output=True, text=True
+    )
     assert (run.returncode, run.stdout) == (2, "")
     assert "Traceback" not in run.stderr
     run = subprocess.run([sys.executable, "-m", "gym_compress", "--help"], capture_output=True, text=True)

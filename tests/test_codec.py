@@ -38,7 +38,9 @@ def test_strings(text, codec, printed):
     assert Codec.from_string(printed) == codec
 
 
-@pytest.mark.parametrize("text", ["lzma", "", "zstd:", "zstd:0", "zstd:10", "zstd:-1", "zstd:1.5", "none:3", "ZSTD", "auto:1"])
+@pytest.mark.parametrize(
+    "text", ["lzma", "", "zstd:", "zstd:0", "zstd:10", "zstd:-1", "zstd:1.5", "none:3", "ZSTD", "auto:1"]
+)
 def test_unknown_codecs_name_what_is_allowed(text):
     with pytest.raises(ValueError, match=r"expected (one of )?('lz4', 'lz4hc', 'zstd', 'none'|1 to 9)"):
         Codec.from_string(text)
@@ -54,9 +56,8 @@ def test_auto_chooses_by_the_size_of_a_frame():
     assert str(resolve_codec("auto", 84 * 84)) == "lz4hc:5"
     assert str(resolve_codec("auto", 210 * 160 * 3)) == "zstd:1"
     assert resolve_codec(Codec("lz4", 2), 1) == Codec("lz4", 2)
-    assert [resolve_frames_per_chunk(None, n) for n in (0, 1, 84 * 84, 128 * 128 * 3, 210 * 160 * 3, 10**8)] == [
-        12, 12, 12, 8, 4, 4,
-    ]  # fmt: skip
+    sizes = {0: 12, 1: 12, 84 * 84: 12, 128 * 128 * 3: 8, 210 * 160 * 3: 4, 10**8: 4}
+    assert {nbytes: resolve_frames_per_chunk(None, nbytes) for nbytes in sizes} == sizes
     assert resolve_frames_per_chunk(1000, 10**9) == 2  # two of them are below 2 GiB
     with pytest.raises(ValueError, match="does not fit a chunk"):
         resolve_frames_per_chunk(1, 2**31)
@@ -88,7 +89,12 @@ def test_a_chunk_is_one_block(name, itemsize):
 
 def test_blosc2s_settings_stay_as_they_are():
     def settings():
-        return blosc2.nthreads, blosc2.blosc2_ext.get_compressor(), dict(blosc2.cparams_dflts), blosc2.set_releasegil(False)
+        return (
+            blosc2.nthreads,
+            blosc2.blosc2_ext.get_compressor(),
+            dict(blosc2.cparams_dflts),
+            blosc2.set_releasegil(False),
+        )
 
     before = settings()
     data = np.zeros(10_000, np.uint8)

@@ -13,12 +13,20 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import gym_compress.chunk
-from gym_compress import Codec, CompressedBox, CompressedFrameStack, CompressedObservation, CorruptDataError, decompress_batch
+from gym_compress import (
+    Codec,
+    CompressedBox,
+    CompressedFrameStack,
+    CompressedObservation,
+    CorruptDataError,
+    decompress_batch,
+)
 from gym_compress.observation import FrameCompressor, stack
 from tests.envs import MovingSquare, assert_same, play
 
 arrays = hnp.arrays(
-    st.sampled_from(["?", "i1", "u1", ">i2", "u4", "i8", "f2", ">f4", "f8"]), hnp.array_shapes(max_dims=4, min_side=0)
+    st.sampled_from(["?", "i1", "u1", ">i2", "u4", "i8", "f2", ">f4", "f8"]),
+    hnp.array_shapes(max_dims=4, min_side=0),
 )
 
 
@@ -114,7 +122,12 @@ def test_copies_are_itself_and_nothing_can_be_set(kept):
 
 
 def test_dlpack(kept):
-    for obs in (kept[5], kept[-1], from_array(np.array([True, False])), from_array(np.arange(6.0).reshape(2, 3))):
+    for obs in (
+        kept[5],
+        kept[-1],
+        from_array(np.array([True, False])),
+        from_array(np.arange(6.0).reshape(2, 3)),
+    ):
         assert_same(np.from_dlpack(obs), np.asarray(obs))
     with pytest.raises(BufferError, match="without a copy"):
         kept[5].__dlpack__(copy=False)
@@ -127,7 +140,9 @@ def one_read(monkeypatch, convert, obs):
     reads = []
     read_pieces = gym_compress.chunk.read_pieces
     with monkeypatch.context() as patch:
-        patch.setattr("gym_compress.observation.read_pieces", lambda *args: reads.append(1) or read_pieces(*args))
+        patch.setattr(
+            "gym_compress.observation.read_pieces", lambda *args: reads.append(1) or read_pieces(*args)
+        )
         converted = convert(obs)
     assert len(reads) == 1
     assert_same(np.asarray(converted), np.asarray(obs))
@@ -190,7 +205,9 @@ def test_from_frames_compresses_arrays_and_takes_observations_over(monkeypatch):
     assert_same(obs, native(np.stack(frames)))
     assert obs._source.codec == Codec("zstd", 2)
 
-    single = [FrameCompressor(spaces.Box(0, 255, (6, 6), np.uint8))(np.full((6, 6), i, np.uint8)) for i in range(4)]
+    single = [
+        FrameCompressor(spaces.Box(0, 255, (6, 6), np.uint8))(np.full((6, 6), i, np.uint8)) for i in range(4)
+    ]
     monkeypatch.setattr(Codec, "encode", lambda *args: pytest.fail("encoded again"))
     assert_same(CompressedObservation.from_frames(single), np.stack(single))
     mixed = CompressedObservation.from_frames([single[0], np.zeros((6, 6), np.uint8)], codec="none")

@@ -17,20 +17,30 @@ def test_all_is_sorted_and_there():
 
 
 def test_heavy_packages_are_not_imported():
-    code = "import gym_compress, sys; print(sorted({'torch', 'cv2', 'ale_py', 'matplotlib', 'jax', 'stable_baselines3'} & set(sys.modules)))"
+    heavy = {"torch", "cv2", "ale_py", "matplotlib", "jax", "stable_baselines3"}
+    code = f"import gym_compress, sys; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
 
 
 def test_only_the_codec_imports_blosc2():
-    users = [path.name for path in (ROOT / "gym_compress").rglob("*.py") if re.search(r"^(import|from) blosc2", path.read_text(), re.M)]
+    users = [
+        path.name
+        for path in (ROOT / "gym_compress").rglob("*.py")
+        if re.search(r"^(import|from) blosc2", path.read_text(), re.M)
+    ]
     assert users == ["codec.py"]
 
 
-@pytest.mark.parametrize("arguments", [["pong_memory.py", "--steps", "400"]], ids=lambda arguments: arguments[0])
+@pytest.mark.parametrize(
+    "arguments", [["pong_memory.py", "--steps", "400"]], ids=lambda arguments: arguments[0]
+)
 def test_examples_run(arguments):
     run = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / arguments[0]), *arguments[1:]], capture_output=True, text=True, check=True
+        [sys.executable, str(ROOT / "examples" / arguments[0]), *arguments[1:]],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "a batch for the network: (32, 4, 84, 84), uint8" in run.stdout
     assert re.search(r"400 .* MB .*11\.3 MB", run.stdout)

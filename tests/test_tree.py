@@ -4,7 +4,9 @@ from gymnasium import spaces
 
 from gym_compress.tree import map_leaves, map_space, replace_leaves
 
-SPACE = spaces.Dict({"b": spaces.Box(0, 1, (2,)), "a": spaces.Tuple([spaces.Discrete(3), spaces.Box(0, 1, (4,))])})
+SPACE = spaces.Dict(
+    {"b": spaces.Box(0, 1, (2,)), "a": spaces.Tuple([spaces.Discrete(3), spaces.Box(0, 1, (4,))])}
+)
 
 
 def test_each_leaf_meets_its_fellows():
@@ -17,9 +19,11 @@ def test_each_leaf_meets_its_fellows():
     assert map_leaves(lambda x: x, 5) == 5
 
 
-@pytest.mark.parametrize("other", [{"b": 1}, {"b": 1, "a": (2, 3), "c": 4}, (1, 2), {"b": 1, "a": (2,)}, {"b": 1, "a": [2, 3]}])
+@pytest.mark.parametrize(
+    "other", [{"b": 1}, {"b": 1, "a": (2, 3), "c": 4}, (1, 2), {"b": 1, "a": (2,)}, {"b": 1, "a": [2, 3]}]
+)
 def test_another_structure_is_refused(other):
-    with pytest.raises(ValueError, match="Expected a (dict|tuple)"):
+    with pytest.raises(ValueError, match=r"Expected a (dict|tuple)"):
         map_leaves(lambda x, y: None, {"b": 1, "a": (2, 3)}, other)
 
 

@@ -57,7 +57,10 @@ each_space = pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
 def _quiet():
     """Gymnasium's own words about observations that are no ndarrays, and about unbounded boxes."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*(was expecting a numpy array|Casting input|maximum value is infinity|minimum value is).*")
+        warnings.filterwarnings(
+            "ignore",
+            ".*(was expecting a numpy array|Casting input|maximum value is infinity|minimum value is).*",
+        )
         yield
 
 
@@ -77,7 +80,9 @@ def test_stack_equals_gymnasiums(space, padding_type):
         padding_type = space.sample()
         while isinstance(padding_type, np.ndarray) and padding_type.ndim == 0 and padding_type not in space:
             padding_type = np.asarray(space.sample())
-        padding_type = np.asarray(padding_type, space.dtype) if isinstance(space, spaces.Box) else padding_type
+        padding_type = (
+            np.asarray(padding_type, space.dtype) if isinstance(space, spaces.Box) else padding_type
+        )
     ours = CompressedFrameStack(AnyEnv(space, reuse=True), 3, padding_type=padding_type, frames_per_chunk=4)
     assert_equal_runs(ours, FrameStackObservation(AnyEnv(space), 3, padding_type=padding_type))
 
@@ -103,8 +108,7 @@ def test_stack_equals_gymnasiums_in_any_order_of_calls(
     theirs = FrameStackObservation(AnyEnv(PIXELS, episodes=(1000,)), stack_size, padding_type=padding_type)
     seen = [(ours.reset(seed=1)[0], theirs.reset(seed=1)[0])]
     for gap in resets:
-        for _ in range(gap):
-            seen.append((ours.step(0)[0], theirs.step(0)[0]))
+        seen.extend((ours.step(0)[0], theirs.step(0)[0]) for _ in range(gap))
         seen.append((ours.reset()[0], theirs.reset()[0]))
     for mine, other in seen:  # all again, now that much has happened since
         assert_same(mine, other)
@@ -117,7 +121,9 @@ def test_step_before_reset_is_as_gymnasiums():
     class Careless(MovingSquare):
         t = end = 0
 
-    assert_same(CompressedFrameStack(Careless(), 3).step(0)[0], FrameStackObservation(Careless(), 3).step(0)[0])
+    assert_same(
+        CompressedFrameStack(Careless(), 3).step(0)[0], FrameStackObservation(Careless(), 3).step(0)[0]
+    )
 
 
 def test_stack_of_stacks_equals_gymnasiums():
@@ -146,7 +152,9 @@ def test_an_observation_never_changes(space, wrap):
     twin = copy.deepcopy(env)
     play(twin, 40, seed=8)
     play(env, 40, seed=9)
-    decompress_batch([obs["image"] if isinstance(obs, dict) and "image" in obs else _leaf(obs) for obs in kept])
+    decompress_batch(
+        [obs["image"] if isinstance(obs, dict) and "image" in obs else _leaf(obs) for obs in kept]
+    )
     env.close()
     del env, twin
     assert pickle.dumps([_plain(obs) for obs in kept]) == before
@@ -168,8 +176,13 @@ def _plain(obs):
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])
-@pytest.mark.parametrize("make", [lambda: CompressedFrameStack(AnyEnv(), 4, frames_per_chunk=3),
-                                  lambda: CompressedFrameStack(CompressObservation(AnyEnv()), 4)])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CompressedFrameStack(AnyEnv(), 4, frames_per_chunk=3),
+        lambda: CompressedFrameStack(CompressObservation(AnyEnv()), 4),
+    ],
+)
 def test_a_copied_environment_goes_on_by_itself(make, twin):
     env, reference = make(), FrameStackObservation(AnyEnv(), 4)
     play(env, 11), play(reference, 11)
@@ -321,7 +334,13 @@ class Scripted(gym.Env):
 @pytest.mark.parametrize("wrap", [CompressObservation, lambda env: CompressedFrameStack(env, 3)])
 @pytest.mark.parametrize(
     "wrong",
-    [np.zeros((84, 1), np.uint8), np.zeros((84, 84), np.float32), np.zeros((84, 84), np.int16), np.uint8(3), None],
+    [
+        np.zeros((84, 1), np.uint8),
+        np.zeros((84, 84), np.float32),
+        np.zeros((84, 84), np.int16),
+        np.uint8(3),
+        None,
+    ],
     ids=["shape", "float", "int16", "scalar", "None"],
 )
 def test_a_wrong_frame_is_refused_and_the_next_right_one_taken(wrap, wrong):
@@ -336,7 +355,14 @@ def test_a_wrong_frame_is_refused_and_the_next_right_one_taken(wrap, wrong):
 
 def test_a_wrong_leaf_leaves_the_others_as_they_were():
     space = spaces.Dict(a=PIXELS, b=PIXELS, c=spaces.Box(-1, 1, (2,), np.float32))
-    good = [{"a": np.full((24, 20), i, np.uint8), "b": np.full((24, 20), i, np.uint8), "c": np.full(2, i / 9, np.float32)} for i in range(3)]
+    good = [
+        {
+            "a": np.full((24, 20), i, np.uint8),
+            "b": np.full((24, 20), i, np.uint8),
+            "c": np.full(2, i / 9, np.float32),
+        }
+        for i in range(3)
+    ]
     for wrong in ({**good[1], "b": np.zeros(3)}, {**good[1], "c": np.zeros(3, np.float32)}, {"a": 1}, [1]):
         env = CompressedFrameStack(Scripted(space, good[0], wrong, good[2]), 2)
         env.reset()
@@ -397,11 +423,21 @@ def test_other_spaces_are_refused(wrap):
 
 def test_stable_baselines3_takes_the_environment_as_it_is():
     sb3 = pytest.importorskip("stable_baselines3")
-    weights = []
-    for stack in (CompressedFrameStack, FrameStackObservation):
-        env = stack(MovingSquare(episode=40), 4)
-        model = sb3.DQN("CnnPolicy", env, seed=1, buffer_size=100, learning_starts=40, batch_size=8, device="cpu")
-        model.learn(90)
-        weights.append({name: value.numpy() for name, value in model.policy.state_dict().items()})
-        sb3.PPO("CnnPolicy", stack(MovingSquare(episode=10), 4), n_steps=16, batch_size=8, device="cpu").learn(32)
-    assert_same(*weights)
+    import torch
+
+    torch.set_num_threads(1)
+
+    def trained(stack):
+        env = stack(MovingSquare(episode=13), 4)
+        dqn = sb3.DQN(
+            "CnnPolicy", env, seed=1, buffer_size=100, learning_starts=30, batch_size=8, device="cpu"
+        )
+        dqn.learn(50)
+        ppo = sb3.PPO("CnnPolicy", env, seed=1, n_steps=32, batch_size=16, n_epochs=1, device="cpu")
+        ppo.learn(32)
+        obs, _ = env.reset(seed=5)
+        actions = [int(model.predict(obs, deterministic=True)[0]) for model in (dqn, ppo)]
+        weights = [value.numpy() for model in (dqn, ppo) for value in model.policy.state_dict().values()]
+        return (actions, *weights)
+
+    assert_same(trained(CompressedFrameStack), trained(FrameStackObservation))

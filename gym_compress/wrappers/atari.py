@@ -1,4 +1,4 @@
-"""``CompressedAtariPreprocessing``: Gymnasium's preprocessing of Atari games, with compressed observations."""
+"""``CompressedAtariPreprocessing``: Gymnasium's preprocessing of Atari games, compressed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class CompressedAtariPreprocessing(AtariPreprocessing):
     """The preprocessing of Atari games by Machado et al. (2018), with compressed observations.
 
     All is as in :class:`gymnasium.wrappers.AtariPreprocessing`, which does the work, but an observation is a
-    :class:`gym_compress.CompressedObservation`. Put :class:`gym_compress.CompressedFrameStack` over it, and stacks take
-    its frames over.
+    :class:`gym_compress.CompressedObservation`. Put :class:`gym_compress.CompressedFrameStack` over it, and
+    stacks take its frames over.
 
     No vector version of the wrapper exists: ``ale_py.AtariVectorEnv`` preprocesses by itself.
 
@@ -61,9 +61,11 @@ class CompressedAtariPreprocessing(AtariPreprocessing):
             terminal_on_life_loss: Whether losing a life terminates the episode.
             grayscale_obs: Whether an observation is grey, or RGB.
             grayscale_newaxis: Whether a grey observation has an axis of length 1 at its end.
-            scale_obs: Whether an observation is float32 in [0, 1], or uint8. Floats need several times the memory.
+            scale_obs: Whether an observation is float32 in [0, 1], or uint8. Floats need several times the
+                memory.
             codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``.
-            frames_per_chunk: How many observations are compressed together, or ``None`` to choose by their size.
+            frames_per_chunk: How many observations are compressed together, or ``None`` to choose by their
+                size.
 
         Raises:
             gymnasium.error.DependencyNotInstalled: If opencv-python is not installed.
@@ -96,15 +98,19 @@ class CompressedAtariPreprocessing(AtariPreprocessing):
             grayscale_newaxis,
             scale_obs,
         )
-        self._compress = FrameCompressor(self.observation_space, codec=codec, frames_per_chunk=frames_per_chunk)
-        self.observation_space = CompressedBox.like(self.observation_space)
+        space = self.observation_space
+        assert isinstance(space, gym.spaces.Box)
+        self._compress = FrameCompressor(space, codec=codec, frames_per_chunk=frames_per_chunk)
+        self.observation_space = CompressedBox.like(space)
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         """Takes ``frame_skip`` steps of the game; the observation is compressed."""
         observation, reward, terminated, truncated, info = super().step(action)
         return self._compress(observation), reward, terminated, truncated, info
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Resets the game; the observation is compressed."""
         observation, info = super().reset(seed=seed, options=options)
         return self._compress(observation), info

@@ -13,7 +13,16 @@ from gym_compress.codec import Codec
 from gym_compress.observation import CompressedBox, FrameCompressor
 from gym_compress.tree import map_leaves, map_space, replace_leaves
 
-__all__ = ["WORTH_NBYTES", "CompressObservation", "box_nbytes", "compress_leaf", "compressed_space", "leaf_compressors", "recorded", "seal_all"]
+__all__ = [
+    "WORTH_NBYTES",
+    "CompressObservation",
+    "box_nbytes",
+    "compress_leaf",
+    "compressed_space",
+    "leaf_compressors",
+    "recorded",
+    "seal_all",
+]
 
 # A leaf of a Dict or Tuple below this many bytes is left as it is.
 WORTH_NBYTES = 1024
@@ -22,7 +31,7 @@ WORTH_NBYTES = 1024
 def leaf_compressors(
     env: gym.Env[Any, Any], codec: str | Codec, frames_per_chunk: int | None, keep: int = 1
 ) -> Any:
-    """A tree of an environment's observation space: a FrameCompressor where a leaf is compressed, None elsewhere.
+    """A tree of an observation space: a FrameCompressor where a leaf is compressed, None elsewhere.
 
     Raises:
         TypeError: If the observation space is no Box, Dict or Tuple.
@@ -48,7 +57,7 @@ def compressed_space(space: spaces.Space[Any], compressors: Any) -> spaces.Space
     """A copy of a space in which each leaf that has a compressor is a CompressedBox."""
 
     def leaf(sub: spaces.Space[Any], compressor: FrameCompressor | None) -> spaces.Space[Any]:
-        return sub if compressor is None else CompressedBox.like(sub)
+        return CompressedBox.like(sub) if compressor and isinstance(sub, spaces.Box) else sub
 
     return replace_leaves(leaf, space, compressors)
 
@@ -64,9 +73,13 @@ def seal_all(compressors: Any) -> None:
 
 
 def recorded(**arguments: Any) -> dict[str, Any]:
-    """Arguments as they are recorded in ``env.spec``, which is written as JSON: no codecs, no NumPy integers."""
+    """Arguments as ``env.spec``, which is written as JSON, records them: no codecs, no NumPy integers."""
     return {
-        name: str(value) if isinstance(value, Codec) else int(value) if isinstance(value, np.integer) else value
+        name: str(value)
+        if isinstance(value, Codec)
+        else int(value)
+        if isinstance(value, np.integer)
+        else value
         for name, value in arguments.items()
     }
 
@@ -74,14 +87,15 @@ def recorded(**arguments: Any) -> dict[str, Any]:
 class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.RecordConstructorArgs):
     """Compresses the observations of an environment.
 
-    An observation becomes a :class:`gym_compress.CompressedObservation`, which NumPy, PyTorch and JAX read as an
-    array; a list of them takes a fraction of the memory of arrays, and :func:`gym_compress.decompress_batch` turns it
-    into one array quickly. Neighbouring observations are compressed together.
+    An observation becomes a :class:`gym_compress.CompressedObservation`, which NumPy, PyTorch and JAX read as
+    an array; a list of them takes a fraction of the memory of arrays, and
+    :func:`gym_compress.decompress_batch` turns it into one array quickly. Neighbouring observations are
+    compressed together.
 
-    A Box is always compressed. In Dict and Tuple spaces, nested or not, each Box worth it is, which is one of at
-    least 1,024 bytes; smaller ones and other spaces are handed on as copies. At that size a batch of 32 images takes
-    63 us against 29 us from arrays and an image 75 bytes instead of 1,155; a smaller leaf would save less and be read
-    no quicker (``pytest tests/benchmarks -k leaf``).
+    A Box is always compressed. In Dict and Tuple spaces, nested or not, each Box worth it is, which is one of
+    at least 1,024 bytes; smaller ones and other spaces are handed on as copies. At that size a batch of 32
+    images takes 63 us against 29 us from arrays and an image 75 bytes instead of 1,155; a smaller leaf would
+    save less and be read no quicker (``pytest tests/benchmarks -k leaf``).
 
     A vector version of the wrapper exists, :class:`gym_compress.wrappers.vector.CompressObservation`.
 
@@ -108,13 +122,16 @@ class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.Recor
         Args:
             env: The environment; its observation space is a Box, Dict or Tuple.
             codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``.
-            frames_per_chunk: How many observations are compressed together, or ``None`` to choose by their size.
+            frames_per_chunk: How many observations are compressed together, or ``None`` to choose by their
+                size.
 
         Raises:
             TypeError: If the observation space is of another kind, or an argument of a wrong type.
             ValueError: If the codec is unknown or ``frames_per_chunk`` is below 1.
         """
-        gym.utils.RecordConstructorArgs.__init__(self, **recorded(codec=codec, frames_per_chunk=frames_per_chunk))
+        gym.utils.RecordConstructorArgs.__init__(
+            self, **recorded(codec=codec, frames_per_chunk=frames_per_chunk)
+        )
         gym.ObservationWrapper.__init__(self, env)
         self._compressors = leaf_compressors(env, codec, frames_per_chunk)
         self.observation_space = compressed_space(env.observation_space, self._compressors)

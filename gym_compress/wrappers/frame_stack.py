@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, SupportsFloat
 
 import gymnasium as gym
@@ -29,25 +30,30 @@ class _PlainStacker:
 
     def take(self, observation: Any) -> Any:
         """A copy of an observation; an error if it cannot be stacked."""
-        return copy.deepcopy(concatenate(self._space, [observation], create_empty_array(self._space, 1))[0])
+        return copy.deepcopy(self._concatenate([observation])[0])
 
     def fill(self, filler: Any) -> None:
         self._queue.extend([filler] * len(self._queue))
 
     def push(self, observation: Any) -> Any:
         self._queue.append(observation)
-        out = create_empty_array(self._space, len(self._queue))
-        stacked = concatenate(self._space, self._queue, out)
-        return stacked if stacked is out else copy.deepcopy(stacked)
+        stacked = self._concatenate(self._queue)
+        return stacked if isinstance(stacked, np.ndarray) else copy.deepcopy(stacked)
+
+    def _concatenate(self, observations: Iterable[Any]) -> Any:
+        observations = list(observations)
+        out: Any = create_empty_array(self._space, len(observations))
+        return concatenate(self._space, observations, out)
 
 
 class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
     """Stacks the observations of the last ``stack_size`` steps, each frame kept once and compressed.
 
     The observations equal those of :class:`gymnasium.wrappers.FrameStackObservation`, but are
-    :class:`gym_compress.CompressedObservation`: references to frames, of which neighbours share all but one. The same
-    leaves of an observation are compressed as by :class:`gym_compress.CompressObservation`; the others are stacked
-    into arrays. Observations that are compressed already are taken over without encoding them again.
+    :class:`gym_compress.CompressedObservation`: references to frames, of which neighbours share all but one.
+    The same leaves of an observation are compressed as by :class:`gym_compress.CompressObservation`; the
+    others are stacked into arrays. Observations that are compressed already are taken over without encoding
+    them again.
 
     A vector version of the wrapper exists, :class:`gym_compress.wrappers.vector.CompressedFrameStack`.
 
@@ -83,26 +89,31 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
         Args:
             env: The environment; its observation space is a Box, Dict or Tuple.
             stack_size: How many observations are stacked.
-            padding_type: What fills a stack after a reset: ``"reset"`` for the first observation, ``"zero"`` for a
+            padding_type: What fills a stack after a reset: ``"reset"`` for the first observation, ``"zero"``
+                for a
                 zero-like instance of the observation space, or an observation.
             codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``.
             frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
 
         Raises:
             TypeError: If ``stack_size`` is no integer, or the observation space is of another kind.
-            ValueError: If ``stack_size`` is below 1, ``padding_type`` is neither a known word nor an instance of the
+            ValueError: If ``stack_size`` is below 1, ``padding_type`` is neither a known word nor an instance
+                of the
                 observation space, the codec is unknown, or ``frames_per_chunk`` is below 1.
         """
         gym.utils.RecordConstructorArgs.__init__(
             self,
             **recorded(
-                stack_size=stack_size, padding_type=padding_type, codec=codec, frames_per_chunk=frames_per_chunk
+                stack_size=stack_size,
+                padding_type=padding_type,
+                codec=codec,
+                frames_per_chunk=frames_per_chunk,
             ),
         )
         gym.Wrapper.__init__(self, env)
         if not np.issubdtype(type(stack_size), np.integer):
             raise TypeError(f"The stack_size is expected to be an integer, actual type: {type(stack_size)}")
-        if not 0 < stack_size:
+        if not stack_size > 0:
             raise ValueError(f"The stack_size needs to be greater than zero, actual value: {stack_size}")
         space = env.observation_space
         if isinstance(padding_type, str) and padding_type in ("reset", "zero"):
@@ -110,7 +121,9 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
         elif padding_type in space:
             padding, padding_type = padding_type, "_custom"
         else:
-            instance = "" if isinstance(padding_type, str) else f" not an instance of env observation ({space})"
+            instance = (
+                "" if isinstance(padding_type, str) else f" not an instance of env observation ({space})"
+            )
             raise ValueError(
                 "Unexpected `padding_type`, expected 'reset', 'zero' or a custom observation space, "
                 f"actual value: {padding_type!r}{instance}"
@@ -119,7 +132,9 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
         self.padding_type: str = padding_type
         self._compressors = leaf_compressors(env, codec, frames_per_chunk, keep=self.stack_size)
         self._padding = map_leaves(self._pad_leaf, self._compressors, padding)
-        self._stackers = map_leaves(self._stacker, self._compressors, map_space(lambda sub: sub, space), self._padding)
+        self._stackers = map_leaves(
+            self._stacker, self._compressors, map_space(lambda sub: sub, space), self._padding
+        )
         self.observation_space = compressed_space(batch_space(space, n=self.stack_size), self._compressors)
 
     @staticmethod
@@ -131,7 +146,7 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
     ) -> FrameStacker | _PlainStacker:
         if compressor is None:
             return _PlainStacker(space, self.stack_size, padding)
-        return FrameStacker(self.stack_size, padding)
+        return FrameStacker(compressor, self.stack_size, padding)
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         """Steps through the environment and appends the observation to the stack.
@@ -142,20 +157,22 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
         observation, reward, terminated, truncated, info = self.env.step(action)
         return self._push(observation), reward, terminated, truncated, info
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Resets the environment; the stack is the padding and the first observation.
 
         Raises:
             ValueError: If the observation does not fit the environment's observation space.
         """
         observation, info = self.env.reset(seed=seed, options=options)
-        frame = map_leaves(_take, self._compressors, self._stackers, observation)
+        frame = map_leaves(_take, self._stackers, observation)
         padding = frame if self.padding_type == "reset" else self._padding
         map_leaves(_fill, self._stackers, padding)
         return map_leaves(_push, self._stackers, frame), info
 
     def _push(self, observation: Any) -> Any:
-        frame = map_leaves(_take, self._compressors, self._stackers, observation)
+        frame = map_leaves(_take, self._stackers, observation)
         return map_leaves(_push, self._stackers, frame)
 
     def close(self) -> None:
@@ -164,8 +181,8 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
         super().close()
 
 
-def _take(compressor: FrameCompressor | None, stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:
-    return stacker.take(observation) if compressor is None else compressor(observation)
+def _take(stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:
+    return stacker.take(observation)
 
 
 def _fill(stacker: FrameStacker | _PlainStacker, filler: Any) -> None:

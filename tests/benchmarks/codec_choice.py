@@ -1,10 +1,11 @@
 """Codecs and chunk lengths against the size of a frame: the figures behind ``codec="auto"``.
 
-    python tests/benchmarks/codec_choice.py [--envs ALE/Pong-v5 ...] [--sizes 84x84 84x84x3 ...] [--frames 800]
+    python tests/benchmarks/codec_choice.py [--envs ALE/Pong-v5 ...] [--sizes 84x84 84x84x3 ...] [--frames
+    800]
 
-Needs the extra ``atari``. Records environments under random play, resizes their images, and prints for each size, as
-geometric means over the environments: the ratio of raw to compressed bytes, microseconds to encode a frame, and the
-time to read 16 random stacks of 4 as a multiple of copying them from uncompressed memory.
+Needs the extra ``atari``. Records environments under random play, resizes their images, and prints for each
+size, as geometric means over the environments: the ratio of raw to compressed bytes, microseconds to encode a
+frame, and the time to read 16 random stacks of 4 as a multiple of copying them from uncompressed memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from gym_compress import Codec, CompressedObservation, decompress_batch
 from gym_compress.compare import make_env, record
 from gym_compress.observation import FrameCompressor, stack
 
-CODECS = [Codec("lz4", 5), Codec("lz4hc", 5), Codec("lz4hc", 9), Codec("zstd", 1), Codec("zstd", 3), Codec("zstd", 5)]
+CODECS = [
+    Codec("lz4", 5),
+    Codec("lz4hc", 5),
+    Codec("lz4hc", 9),
+    Codec("zstd", 1),
+    Codec("zstd", 3),
+    Codec("zstd", 5),
+]
 SIZES = ["64x64", "84x84", "64x64x3", "84x84x3", "96x96x3", "128x128x3", "210x160x3"]
 CHUNKS = [4, 8, 12, 16]
 
@@ -89,7 +97,9 @@ def main() -> None:
         for codec in CODECS:
             cells = []
             for frames_per_chunk in CHUNKS:
-                ratios, encodes, reads = zip(*[measure(clip, codec, frames_per_chunk) for clip in sized], strict=True)
+                ratios, encodes, reads = zip(
+                    *[measure(clip, codec, frames_per_chunk) for clip in sized], strict=True
+                )
                 mean = statistics.geometric_mean
                 cells.append(f"{mean(ratios):5.1f}x {mean(encodes):4.0f} us {mean(reads):4.1f}")
             table.add_row(size, str(sized[0][0].nbytes), str(codec), *cells)

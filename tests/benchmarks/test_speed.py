@@ -27,7 +27,9 @@ CODECS = ["lz4:5", "lz4hc:5", "zstd:1", "zstd:5"]
 @pytest.fixture(scope="session")
 def recording():
     gym.register_envs(ale_py)
-    return record(AtariPreprocessing(gym.make("ALE/Seaquest-v5", frameskip=1)), 3000, seed=0, advance=lambda: None)
+    return record(
+        AtariPreprocessing(gym.make("ALE/Seaquest-v5", frameskip=1)), 3000, seed=0, advance=lambda: None
+    )
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +58,9 @@ WRAPPERS = {
     "FrameStackObservation": lambda env: FrameStackObservation(env, 4),
     "CompressObservation": CompressObservation,
     "CompressedFrameStack": lambda env: CompressedFrameStack(env, 4),
-    "CompressedFrameStack over CompressObservation": lambda env: CompressedFrameStack(CompressObservation(env), 4),
+    "CompressedFrameStack over CompressObservation": lambda env: CompressedFrameStack(
+        CompressObservation(env), 4
+    ),
 }
 
 
