@@ -57,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser(
         "compare",
         help="measure what compression does for an environment",
-        description="Records an environment under random play, plays the recording in a loop, and measures resident "
-        "memory, step time and batch time of stacked observations, plain and compressed, in fresh processes.",
+        description="Records an environment under random play, plays the recording in a loop, and measures, "
+        "in fresh processes, resident memory, step time and batch time of stacks, plain and compressed.",
     )
     sub.add_argument(
         "env_id", metavar="ENV_ID", help="as for gymnasium.make, such as ALE/Pong-v5 or CarRacing-v3"

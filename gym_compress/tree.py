@@ -55,13 +55,13 @@ def replace_leaves(
     The tree says what is a leaf: below one of its leaves, a Tuple space may stand.
     """
     if isinstance(tree, dict) and isinstance(space, spaces.Dict):
-        space = copy.deepcopy(space)
+        mapping = copy.deepcopy(space)
         for key, sub in space.spaces.items():
-            space.spaces[key] = replace_leaves(function, sub, tree[key])
-        return space
+            mapping.spaces[key] = replace_leaves(function, sub, tree[key])
+        return mapping
     if isinstance(tree, tuple) and isinstance(space, spaces.Tuple):
-        space = copy.deepcopy(space)
+        sequence = copy.deepcopy(space)
         pairs = zip(space.spaces, tree, strict=True)
-        space.spaces = tuple([replace_leaves(function, *pair) for pair in pairs])
-        return space
+        sequence.spaces = tuple([replace_leaves(function, *pair) for pair in pairs])
+        return sequence
     return function(space, tree)

@@ -97,7 +97,7 @@ class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.Recor
     images takes 63 us against 29 us from arrays and an image 75 bytes instead of 1,155; a smaller leaf would
     save less and be read no quicker (``pytest tests/benchmarks -k leaf``).
 
-    A vector version of the wrapper exists, :class:`gym_compress.wrappers.vector.CompressObservation`.
+    No vector version of the wrapper exists.
 
     Example:
         >>> import gymnasium as gym

@@ -55,7 +55,7 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
     others are stacked into arrays. Observations that are compressed already are taken over without encoding
     them again.
 
-    A vector version of the wrapper exists, :class:`gym_compress.wrappers.vector.CompressedFrameStack`.
+    No vector version of the wrapper exists.
 
     Example:
         >>> import gymnasium as gym
