@@ -11,6 +11,7 @@ from typing import Any
 import ale_py
 import gymnasium as gym
 import numpy as np
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
@@ -40,12 +41,16 @@ def main(args: Args) -> None:
     gym.register_envs(ale_py)
     env = CompressedFrameStack(CompressedAtariPreprocessing(gym.make(args.env_id, frameskip=1)), stack_size=4)
     env.action_space.seed(args.seed)
-    obs, _ = env.reset(seed=args.seed)
+    env.reset(seed=args.seed)
+    for _ in range(100):  # what the process takes anyway is there before it is measured
+        env.step(env.action_space.sample())
+    obs, _ = env.reset()
     kept: list[Any] = [obs]
     before = resident()
 
     table = Table("observations", "this process grew by", "plain stacks take", "smaller")
-    with Live(table):  # shows each row as it comes
+    console = Console()
+    with Live(table, console=console):  # shows each row as it comes
         for step in range(1, args.steps):
             obs, _, terminated, truncated, _ = env.step(env.action_space.sample())
             if terminated or truncated:
@@ -60,7 +65,7 @@ def main(args: Args) -> None:
 
     rng = np.random.default_rng(args.seed)
     batch = decompress_batch([kept[i] for i in rng.integers(len(kept), size=32)])
-    print(f"a batch for the network: {batch.shape}, {batch.dtype}")
+    console.print(f"\na batch for the network: {batch.shape}, {batch.dtype}")
 
 
 if __name__ == "__main__":

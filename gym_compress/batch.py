@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -52,18 +52,28 @@ def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
     batch = list(observations)
     if not batch:
         raise ValueError("Expected at least one observation, got an empty batch")
-    jobs: list[Callable[[], None]] = []
+    jobs: list[_Job] = []
     result = _prepare(batch, out, "observation", jobs)
-    for job in jobs:
-        job()
+    if out is not None:
+        for i, (one, *_) in enumerate(jobs):
+            if any(np.may_share_memory(one, other) for other, *_ in jobs[:i]):
+                raise ValueError("out is expected to hold arrays that do not overlap")
+    for array, wanted, rows in jobs:
+        if wanted:
+            read_pieces(wanted.items(), array.reshape(-1).view(np.ndarray).view(np.uint8).data)
+        for row, value in rows.items():
+            array[row] = value
     return result
 
 
-def _prepare(batch: list[Any], out: Any, name: str, jobs: list[Callable[[], None]]) -> Any:
+# What is left to do for a leaf: the array to fill, the pieces of chunks that go into it, and rows that are
+# arrays.
+_Job = tuple[NDArray[Any], dict[Chunk, list[Piece]], dict[int, NDArray[Any]]]
+
+
+def _prepare(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> Any:
     """Checks a batch, leaf by leaf, appends to jobs what fills the result, and returns the result."""
     first = batch[0]
-    if isinstance(first, CompressedObservation):
-        return _prepare_compressed(batch, out, name, jobs)
     if isinstance(first, Mapping):
         keys = first.keys()
         for i, observation in enumerate(batch):
@@ -83,7 +93,7 @@ def _prepare(batch: list[Any], out: Any, name: str, jobs: list[Callable[[], None
         parts = _parts(out, places, tuple, name)
         results = tuple([_prepare([o[i] for o in batch], parts[i], f"{name}[{i}]", jobs) for i in places])
         return results if out is None else out
-    return _prepare_arrays(batch, out, name, jobs)
+    return _prepare_leaf(batch, out, name, jobs)
 
 
 def _parts(out: Any, keys: Any, kind: type[Any], name: str) -> Any:
@@ -108,7 +118,7 @@ def _told(value: Any) -> str:
 def _destination(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     if out is None:
         return np.empty(shape, dtype)
-    if not isinstance(out, np.ndarray):
+    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
         raise TypeError(f"out is expected to be a NumPy array (of a tensor, its .numpy()), got {type(out)}")
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(f"out is expected to have shape {shape} and dtype {dtype}, got {_told(out)}")
@@ -117,52 +127,48 @@ def _destination(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDAr
     return out
 
 
-def _prepare_compressed(
-    batch: list[Any], out: Any, name: str, jobs: list[Callable[[], None]]
-) -> NDArray[Any]:
-    first = batch[0]._layout
-    nbytes = first.nbytes
+def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> NDArray[Any]:
+    first = batch[0]
+    layout = first._layout if isinstance(first, CompressedObservation) else None
+    if layout is None:
+        first = np.asarray(first)
+        shape, dtype = first.shape, first.dtype
+        nbytes = first.nbytes
+    else:
+        shape, dtype, nbytes = layout.shape, layout.dtype, layout.nbytes
     wanted: dict[Chunk, list[Piece]] = {}
+    arrays: dict[int, NDArray[Any]] = {}
     base = 0
     for i, observation in enumerate(batch):
-        if type(observation) is not CompressedObservation:
-            return _prepare_arrays(batch, out, name, jobs)
-        layout = observation._layout
-        if layout is not first and (layout.shape != first.shape or layout.dtype != first.dtype):
-            raise ValueError(
-                f"Expected {name} {i} to have shape {first.shape} and dtype {first.dtype} as {name} 0 has, "
-                f"got {_told(observation)}"
-            )
-        source = observation._source
-        for which, (to, to_end, start, end) in layout.pieces:
-            chunk = source if isinstance(source, Chunk) else source[which]
-            piece = (base + to, base + to_end, start, end)
-            if chunk in wanted:
-                wanted[chunk].append(piece)
-            else:
-                wanted[chunk] = [piece]
+        if isinstance(observation, CompressedObservation):
+            of = observation._layout
+            if of is not layout and (of.shape != shape or not np.can_cast(of.dtype, dtype, "equiv")):
+                raise ValueError(_differs(name, i, shape, dtype, observation))
+            source = observation._source
+            for which, (to, to_end, start, end) in of.pieces:
+                chunk = source if isinstance(source, Chunk) else source[which]
+                piece = (base + to, base + to_end, start, end)
+                if chunk in wanted:
+                    wanted[chunk].append(piece)
+                else:
+                    wanted[chunk] = [piece]
+        else:
+            array = np.asarray(observation)
+            if array.dtype.hasobject:
+                raise TypeError(f"Expected {name} {i} to be an observation, actual type: {type(observation)}")
+            text = array.dtype.kind == "U" == dtype.kind  # of any length
+            if array.shape != shape or not (text or np.can_cast(array.dtype, dtype, "equiv")):
+                raise ValueError(_differs(name, i, shape, dtype, array))
+            arrays[i] = array
         base += nbytes
-    result = _destination(out, (len(batch), *first.shape), first.dtype)
-    if nbytes:
-        jobs.append(lambda: read_pieces(wanted.items(), result.reshape(-1).view(np.uint8).data))
+    result = _destination(out, (len(batch), *shape), np.result_type(dtype, *arrays.values()))
+    for i, array in arrays.items():
+        if np.may_share_memory(array, result):
+            arrays[i] = array.copy()
+    jobs.append((result, wanted, arrays))
     return result
 
 
-def _prepare_arrays(batch: list[Any], out: Any, name: str, jobs: list[Callable[[], None]]) -> NDArray[Any]:
-    arrays = [np.asarray(observation) for observation in batch]
-    first = arrays[0]
-    for i, array in enumerate(arrays):
-        if array.dtype.hasobject:
-            raise TypeError(f"Expected {name} {i} to be an observation, actual type: {type(batch[i])}")
-        if array.shape != first.shape or (array.dtype != first.dtype and array.dtype.kind != "U"):
-            raise ValueError(
-                f"Expected {name} {i} to have shape {first.shape} and dtype {first.dtype} as {name} 0 has, "
-                f"got {_told(array)}"
-            )
-    result = _destination(out, (len(batch), *first.shape), np.result_type(*arrays))
-
-    def stack() -> None:
-        np.stack(arrays, out=result)
-
-    jobs.append(stack)
-    return result
+def _differs(name: str, i: int, shape: tuple[int, ...], dtype: np.dtype[Any], observation: Any) -> str:
+    expected = f"shape {shape} and dtype {dtype} as {name} 0 has"
+    return f"Expected {name} {i} to have {expected}, got {_told(observation)}"

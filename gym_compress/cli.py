@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +20,11 @@ from gym_compress.compare import (
     DEFAULT_CODECS,
     CompareError,
     Row,
+    check_machine,
     compare,
     image_places,
     machine,
     make_env,
-    name,
     plot,
     record,
     report,
@@ -58,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
         "compare",
         help="measure what compression does for an environment",
         description="Records an environment under random play, plays the recording in a loop, and measures, "
-        "in fresh processes, resident memory, step time and batch time of stacks, plain and compressed.",
+        "in fresh processes, resident memory, step time and batch time of stacks, plain and compressed. "
+        "Atari games are played under Gymnasium's AtariPreprocessing, others as they are made.",
     )
     sub.add_argument(
         "env_id", metavar="ENV_ID", help="as for gymnasium.make, such as ALE/Pong-v5 or CarRacing-v3"
@@ -87,18 +89,24 @@ def _compare(args: argparse.Namespace) -> int:
         resolve_frames_per_chunk(args.frames_per_chunk, 0)
     except ValueError as error:
         raise CompareError(str(error)) from None
-    if args.steps < 1 or args.stack_size < 1:
-        raise CompareError("--steps and --stack-size are expected to be at least 1")
+    if args.steps < _FEWEST_STEPS:
+        raise CompareError(
+            f"--steps is at least {_FEWEST_STEPS}: a shorter recording would flatter, got {args.steps}"
+        )
+    if args.stack_size < 1:
+        raise CompareError(f"--stack-size is at least 1, got {args.stack_size}")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise CompareError('--plot needs matplotlib: pip install "gym-compress[plot]"')
     for path in filter(None, (args.json, args.plot)):
-        if not path.absolute().parent.is_dir():
-            raise CompareError(f"There is no folder {path.absolute().parent} to write {path.name} to")
+        if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+            raise CompareError(f"{path} cannot be written: it is a folder, or its folder is not there")
+    check_machine()
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     env = make_env(args.env_id)
     image_places(env.observation_space)
-    with env, Progress(*columns, console=Console(stderr=True)) as progress:
+    stderr = Console(stderr=True)
+    with env, Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
         task = progress.add_task(f"recording {args.env_id}", total=args.steps)
         recording = record(env, args.steps, args.seed, lambda: progress.advance(task))
         measured = progress.add_task("measuring", total=None)
@@ -113,25 +121,34 @@ def _compare(args: argparse.Namespace) -> int:
         f"{args.stack_size} x {image.shape[1:]} {image.dtype}" for image in recording.images.values()
     )
     title = f"{args.env_id}: {shapes}, {args.steps:,} random steps"
-    Console().print(
-        _table(rows, title, f"an observation, a step beyond the bare one, a batch of 32; {machine()}"),
-        soft_wrap=True,
-    )
+    console = Console()
+    if not console.is_terminal:
+        console.width = 100  # nothing is cut off in a file
+    console.print(_table(rows, title))
+    console.print(f"{_COLUMNS}\n{machine()}", highlight=False)
     if args.json:
-        args.json.write_text(json.dumps(report(args.env_id, args.steps, rows), indent=2) + "\n")
+        settings = {name: getattr(args, name) for name in ("stack_size", "frames_per_chunk", "seed")}
+        args.json.write_text(json.dumps(report(args.env_id, recording, rows, **settings), indent=2) + "\n")
     if args.plot:
         plot(args.env_id, rows, str(args.plot))
     return 0
 
 
-def _table(rows: list[Row], title: str, caption: str) -> Table:
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD)
+_FEWEST_STEPS = 100
+_COLUMNS = """\
+bytes: resident memory of a kept observation; step: what the wrapper adds; batch: 32 random
+observations as one array; GB/1M: a list of a million transitions. SharedFrames: frames shared by
+stacks, not compressed. A codec "auto" stands under the name of what it chose."""
+
+
+def _table(rows: list[Row], title: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
     for heading in ("bytes", "ratio", "step us", "batch us", "GB/1M"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            name(row),
+            row.label,
             f"{row.bytes_per_observation:,.0f}",
             f"{row.ratio:,.1f}x",
             f"{row.step_us:,.1f}",

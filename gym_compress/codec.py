@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import blosc2
 import numpy as np
-from blosc2.blosc2_ext import cbuffer_sizes
 from numpy.typing import NDArray
 
 from gym_compress.errors import CorruptDataError, GymCompressError
@@ -19,20 +19,23 @@ __all__ = ["Codec", "check_encoded", "decode", "resolve_codec", "resolve_frames_
 _LEVELS = range(1, 10)
 _NAMES = ("lz4", "lz4hc", "zstd", "none")
 _DEFAULT_LEVEL = 5
+_EXPECTED = "'auto', 'lz4', 'lz4hc' or 'zstd', with a level from 1 to 9 as in 'zstd:1' or without, or 'none'"
 
 # The rule of "auto", see Codec: from this size of a frame on ZSTD, and how large a chunk may become.
-_LARGE_FRAME = 16 * 1024
+_LARGE_FRAME = 32 * 1024
 _AUTO_CHUNK = 384 * 1024
 _AUTO_FRAMES = (4, 12)
 
-# Blosc2's limit for one buffer (2 GiB less its overhead) and for one block of it.
-_MAX_CHUNK = 2**31 - 1 - 32
+# Blosc2's limits: of a buffer 2 GiB less what it adds, and of a block in it.
+_MAX_CHUNK = 2**31 - 1024
 _MAX_BLOCK = 536_866_816
 
-# In a Blosc2 buffer byte 2 holds flags: bit 1 says "stored", bits 5 to 7 name the format. LZ4HC writes LZ4's.
-_HEADER = 32
-_STORED = 0x02
+# The header of a Blosc2 buffer: what is checked of it. LZ4HC writes LZ4's format.
+_HEADER = struct.Struct("<BBBBiii8s6sBB")
+_STORED, _NOT_SPLIT = 0x02, 0x10
 _FORMATS = {"lz4": 1, "lz4hc": 1, "zstd": 4}
+_SHUFFLE, _NO_FILTER = b"\1\0\0\0\0\0", bytes(6)
+_ZEROS = 0x10  # the last byte of a header says: all zeros, nothing follows
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,13 @@ class Codec:
     A codec is a small value: frozen, hashable, equal by value, and written as a string.
     Wherever the package asks for a ``codec``, it takes a ``Codec``, its string, or ``"auto"``.
 
-    ``"auto"`` and ``frames_per_chunk=None`` choose by the size of one frame: ``lz4hc:5`` below 16 KiB and
+    ``"auto"`` and ``frames_per_chunk=None`` choose by the size of one frame: ``lz4hc:5`` below 32 KiB and
     ``zstd:1`` from there on; as many frames a chunk as make 384 KiB, but at least 4 and at most 12. Small
     frames are worth a codec that decodes fast. In large ones LZ4 does not reach back to the frame before (it
-    sees 64 KiB), and searches long to find little. The figures behind it, geometric means over random play of
-    Pong, Breakout and Seaquest (``tests/benchmarks/codec_choice.py``; AMD EPYC, one thread): ratio to raw
-    bytes, time to encode a frame, and time to read random stacks of 4 as a multiple of copying them from
-    uncompressed memory.
+    sees 64 KiB), and searches long to find little. Longer chunks are a little smaller and read more slowly.
+    The figures behind it, geometric means over random play of Pong, Breakout and Seaquest
+    (``tests/benchmarks/codec_choice.py``; AMD EPYC, one thread): ratio to raw bytes, time to encode a frame,
+    and time to read random stacks of 4 as a multiple of copying them from uncompressed memory.
 
     ========= ======= ================= ====================== ======================
     frame      bytes   frames a chunk    ``lz4hc:5``            ``zstd:1``
@@ -58,6 +61,9 @@ class Codec:
     84x84x3     21168  12                102x,  39 us, 5.6      172x,   9 us, 6.0
     210x160x3  100800  4                 144x, 212 us, 5.6      345x,  30 us, 3.5
     ========= ======= ================= ====================== ======================
+
+    Richer images narrow the difference in size and widen that in time: CarRacing at 96x96x3 gives 24x, 99 us,
+    9.2 with ``lz4hc:5`` and 27x, 22 us, 16.6 with ``zstd:1``.
 
     Environment variables ``BLOSC_*``, which override every program's choices, change what Blosc2 does here as
     well.
@@ -86,17 +92,18 @@ class Codec:
 
     def __post_init__(self) -> None:
         if self.name not in _NAMES:
-            raise ValueError(f"Unknown codec {self.name!r}, expected one of {', '.join(map(repr, _NAMES))}")
-        if self.name == "none":
-            object.__setattr__(self, "clevel", 0)
-            return
+            raise ValueError(f"Unknown codec {self.name!r}, expected {_EXPECTED}")
         try:
             level = operator.index(self.clevel)
         except TypeError:
             raise TypeError(
                 f"The level of a codec is expected to be an integer, actual: {self.clevel!r}"
             ) from None
-        if level not in _LEVELS:
+        if self.name == "none":
+            if level not in (0, _DEFAULT_LEVEL):
+                raise ValueError(f"Codec 'none' has no levels, got {level}")
+            level = 0
+        elif level not in _LEVELS:
             raise ValueError(
                 f"Unknown level {level} of codec {self.name!r}, expected {_LEVELS[0]} to {_LEVELS[-1]}"
             )
@@ -116,10 +123,7 @@ class Codec:
         if not colon:
             return cls(name)
         if name == "none" or not (level.isascii() and level.isdigit()):
-            raise ValueError(
-                f"Unknown codec {text!r}, expected {', '.join(map(repr, _NAMES))} or 'auto', "
-                f"with a level from {_LEVELS[0]} to {_LEVELS[-1]} as in 'zstd:1' (none takes no level)"
-            )
+            raise ValueError(f"Unknown codec {text!r}, expected {_EXPECTED}")
         return cls(name, int(level))
 
     def encode(self, data: NDArray[np.uint8], itemsize: int) -> bytes:
@@ -132,17 +136,25 @@ class Codec:
             itemsize: Bytes of one element of the array that they come from.
 
         Raises:
-            GymCompressError: If a ``BLOSC_*`` environment variable made Blosc2 use another codec.
+            GymCompressError: If a ``BLOSC_*`` environment variable made Blosc2 do something else.
         """
-        encoded: bytes = blosc2.blosc2_ext.compress2(
-            data, blocksize=min(data.nbytes, _MAX_BLOCK), **_compression(self, itemsize)
-        )
-        if encoded[2] >> 5 != _FORMATS[self.name] and not encoded[2] & _STORED:
-            raise GymCompressError(
-                f"Blosc2 did not compress with {self}: unset the environment variable BLOSC_COMPRESSOR, "
-                "which overrides every program's choice"
-            )
+        block = min(data.nbytes, _MAX_BLOCK)
+        try:
+            encoded: bytes = blosc2.compress2(data, blocksize=block, **_compression(self, itemsize))
+        except RuntimeError as error:
+            raise GymCompressError(f"Blosc2 could not compress with {self}: {error}. {_OVERRIDES}") from None
+        _, _, flags, typesize, _, blocksize, _, filters, *_ = _HEADER.unpack_from(encoded)
+        as_asked = (typesize, blocksize) == (itemsize, block) and filters[:6] == _filters(itemsize)
+        if not as_asked or (flags >> 5 != _FORMATS[self.name] and not flags & _STORED):
+            raise GymCompressError(f"Blosc2 did not compress with {self} as it was told to. {_OVERRIDES}")
         return encoded
+
+
+_OVERRIDES = "Unset the environment variables BLOSC_*, which override every program's choices"
+
+
+def _filters(itemsize: int) -> bytes:
+    return _SHUFFLE if itemsize > 1 else _NO_FILTER
 
 
 @lru_cache(maxsize=64)
@@ -159,26 +171,75 @@ def _compression(codec: Codec, itemsize: int) -> dict[str, Any]:
 
 
 # Decompresses a Blosc2 buffer into the front of a C-contiguous array that is at least as large. It keeps
-# Blosc2's own context, where `decompress2` would make one for each call; a buffer of one block is decoded by
-# the caller's thread alone, whatever the number of threads that Blosc2 is set to.
-decode = blosc2.blosc2_ext.decompress
+# Blosc2's own context, where `decompress2` would make one for each call. A buffer of one block, which is one
+# below 512 MiB, is decoded by the caller's thread alone, whatever the number of threads that Blosc2 is set
+# to.
+decode = blosc2.decompress
 
 
 def check_encoded(encoded: bytes, nbytes: int) -> None:
-    """Checks, before anything is decoded, that bytes are a whole buffer of LZ4 or ZSTD that holds ``nbytes``.
+    """Checks, before anything is decoded, that bytes are a buffer as :meth:`Codec.encode` writes it.
+
+    Blosc2 trusts what a buffer says of itself, so all of it is checked: sizes, format, filters, and that each
+    compressed stream lies inside. What the streams hold is left to LZ4 and ZSTD, which check it.
+
+    Args:
+        encoded: The bytes.
+        nbytes: How many bytes they must decode to.
 
     Raises:
-        CorruptDataError: If they are not.
+        CorruptDataError: If they are no such buffer.
     """
-    if len(encoded) < _HEADER:
+    if len(encoded) < _HEADER.size:
         raise CorruptDataError(f"A compressed chunk of {len(encoded)} bytes is shorter than its header")
-    size, whole, _ = cbuffer_sizes(encoded)
+    header = _HEADER.unpack_from(encoded)
+    version, _, flags, typesize, size, blocksize, whole, filters, metas, _, special = header
     if whole != len(encoded) or size != nbytes:
         raise CorruptDataError(
             f"A compressed chunk says {size} bytes in {whole}, expected {nbytes} bytes in {len(encoded)}"
         )
-    if encoded[2] >> 5 not in _FORMATS.values() and not encoded[2] & _STORED:
-        raise CorruptDataError(f"A compressed chunk is of format {encoded[2] >> 5}, expected LZ4 or ZSTD")
+    formats = {*_FORMATS.values(), *([0] if flags & _STORED else [])}
+    if version != 5 or flags & 0x05 != 0x05 or flags & 0x08 or flags >> 5 not in formats:
+        raise CorruptDataError(
+            f"A compressed chunk is not of LZ4 or ZSTD (version {version}, flags {flags:#x})"
+        )
+    if not typesize or filters[:6] != _filters(typesize) or any(metas) or special not in (0, _ZEROS):
+        raise CorruptDataError("A compressed chunk has filters or contents that are not written here")
+    if blocksize != min(nbytes, _MAX_BLOCK):
+        raise CorruptDataError(
+            f"A compressed chunk has blocks of {blocksize} bytes, expected one of {nbytes}"
+        )
+    if flags & _STORED:
+        sound = len(encoded) == _HEADER.size + nbytes and not special
+    elif special:
+        sound = len(encoded) == _HEADER.size
+    else:
+        sound = _streams_fit(encoded, nbytes, blocksize, 1 if flags & _NOT_SPLIT else typesize)
+    if not sound:
+        raise CorruptDataError("A compressed chunk does not hold what its header says")
+
+
+def _streams_fit(encoded: bytes, nbytes: int, blocksize: int, streams: int) -> bool:
+    """Whether the streams of each block follow each other and end with the buffer."""
+    blocks = -(-nbytes // blocksize)
+    at = end = _HEADER.size + 4 * blocks
+    if end > len(encoded):
+        return False
+    starts = struct.unpack_from(f"<{blocks}i", encoded, _HEADER.size)
+    for block, start in enumerate(starts):
+        if start < end or start > len(encoded):
+            return False
+        at = start
+        last = nbytes % blocksize if block == blocks - 1 else 0  # a shorter last block is never split
+        for _ in range(1 if last else streams):
+            if at + 4 > len(encoded):
+                return False
+            (length,) = struct.unpack_from("<i", encoded, at)
+            # below zero: a run of one byte, told in one token; zero: a run of zeros
+            at += 4 + (1 if length < 0 else length)
+            if length < -255 or at > len(encoded):
+                return False
+    return blocks > 1 or at == len(encoded)
 
 
 def resolve_codec(codec: str | Codec, frame_nbytes: int) -> Codec:

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import importlib
 import itertools
-import math
 import multiprocessing
 import os
 import platform
@@ -17,7 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,23 @@ from numpy.typing import NDArray
 from gym_compress.batch import decompress_batch
 from gym_compress.codec import resolve_codec
 from gym_compress.errors import GymCompressError
-from gym_compress.wrappers.compress import WORTH_NBYTES, box_nbytes
+from gym_compress.stream import worth_compressing
 from gym_compress.wrappers.frame_stack import CompressedFrameStack
 
-__all__ = ["CompareError", "Recording", "Row", "compare", "plot", "record"]
+__all__ = [
+    "DEFAULT_CODECS",
+    "CompareError",
+    "Recording",
+    "Row",
+    "check_machine",
+    "compare",
+    "image_places",
+    "machine",
+    "make_env",
+    "plot",
+    "record",
+    "report",
+]
 
 DEFAULT_CODECS = ("auto", "lz4:5", "lz4hc:5", "zstd:1", "zstd:5")
 
@@ -41,6 +55,7 @@ DEFAULT_CODECS = ("auto", "lz4:5", "lz4hc:5", "zstd:1", "zstd:5")
 _KEPT = 40_000
 _GROWTH = 300_000_000
 _BATCH = 32
+_STATM = Path("/proc/self/statm")
 
 
 class CompareError(GymCompressError):
@@ -49,7 +64,18 @@ class CompareError(GymCompressError):
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the comparison."""
+    """One line of the comparison.
+
+    Attributes:
+        method: What keeps the observations.
+        codec: With which codec, ``"none"``, or ``"-"`` if there is no choice.
+        bytes_per_observation: Resident bytes of a kept observation, Python objects included.
+        ratio: How many times smaller that is than with FrameStackObservation.
+        step_us: Microseconds that the wrapper adds to a step.
+        batch_us: Microseconds to make one array of 32 random observations.
+        gb_per_million: Gigabytes of a list of a million transitions, whose next observations are each
+            other's.
+    """
 
     method: str
     codec: str
@@ -58,6 +84,11 @@ class Row:
     step_us: float
     batch_us: float
     gb_per_million: float
+
+    @property
+    def label(self) -> str:
+        """The method and codec, for people."""
+        return self.method if self.codec == "-" else f"{self.method} {self.codec}"
 
 
 @dataclass(frozen=True)
@@ -158,13 +189,20 @@ def make_env(env_id: str, preprocess: bool = True) -> gym.Env[Any, Any]:
         if not preprocess or "ale_py" not in str(gym.spec(name).entry_point):
             return gym.make(name)
         return gym.wrappers.AtariPreprocessing(gym.make(name, frameskip=1))
-    except (gym.error.Error, ImportError) as error:
-        hint = ' (pip install "gym-compress[atari]")' if "cv2" in str(error) or "opencv" in str(error) else ""
-        raise CompareError(f"{env_id}: {' '.join(str(error).split())}{hint}") from None
+    except gym.error.DependencyNotInstalled as error:
+        raise CompareError(f'{env_id}: {_line(error)} (pip install "gym-compress[atari]")') from None
+    except Exception as error:
+        raise CompareError(f"{env_id}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """An error in one line: its message, and its type where that is not Gymnasium's or missing modules'."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (gym.error.Error, ImportError)) else f"{type(error).__name__}: {text}"
 
 
 def image_places(space: spaces.Space[Any]) -> dict[str, tuple[Any, ...]]:
-    """The images in an observation space: Boxes of two dimensions or more that are worth compressing.
+    """The images in an observation space: Boxes of two dimensions or more that wrappers compress.
 
     Returns:
         For each image its name and the keys that lead to it through Dict and Tuple spaces.
@@ -181,8 +219,10 @@ def image_places(space: spaces.Space[Any]) -> dict[str, tuple[Any, ...]]:
         elif isinstance(space, spaces.Tuple):
             for i, sub in enumerate(space.spaces):
                 walk(sub, (*keys, i))
-        elif isinstance(space, spaces.Box) and len(space.shape) >= 2 and box_nbytes(space) >= WORTH_NBYTES:
-            places["/".join(map(str, keys))] = keys
+        elif (
+            isinstance(space, spaces.Box) and len(space.shape) >= 2 and (not keys or worth_compressing(space))
+        ):
+            places["".join(f"[{key!r}]" for key in keys)] = keys
 
     walk(space, ())
     if not places:
@@ -204,24 +244,27 @@ def record(env: gym.Env[Any, Any], steps: int, seed: int | None, advance: Callab
     """
     places = image_places(env.observation_space)
     kept: dict[str, list[NDArray[Any]]] = {name: [] for name in places}
-    first = np.zeros(steps, np.bool_)
-    env.action_space.seed(seed)
-    done = True
-    for i in range(steps):
-        if done:
-            observation, _ = env.reset(seed=seed if i == 0 else None)
-            first[i] = True
-            done = False
-        else:
-            observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
-            done = terminated or truncated
-        for name, keys in places.items():
-            image = observation
-            for key in keys:
-                image = image[key]
-            kept[name].append(np.array(image))
-        advance()
-    return Recording({name: np.stack(images) for name, images in kept.items()}, first)
+    first: list[bool] = []
+    try:
+        env.action_space.seed(seed)
+        done = True
+        while len(first) < steps:
+            first.append(done)
+            if done:
+                observation, _ = env.reset(seed=seed if len(first) == 1 else None)
+                done = False
+            else:
+                observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
+                done = terminated or truncated
+            for name, keys in places.items():
+                image = observation
+                for key in keys:
+                    image = image[key]
+                kept[name].append(np.array(image))
+            advance()
+        return Recording({name: np.stack(images) for name, images in kept.items()}, np.array(first))
+    except Exception as error:
+        raise CompareError(f"recording failed: {_line(error)}") from error
 
 
 def compare(
@@ -244,23 +287,31 @@ def compare(
         A row for Gymnasium's FrameStackObservation, one for frames that are shared but not compressed, and
         one for CompressedFrameStack with each codec.
     """
-    nbytes = max(image[0].nbytes for image in recording.images.values())
-    resolved = dict.fromkeys(str(resolve_codec(codec, nbytes)) for codec in codecs)
-    methods = [("FrameStackObservation", "-"), ("SharedFrames", "none")]
-    methods += [("CompressedFrameStack", codec) for codec in resolved]
+    labels = {codec: _resolved(codec, recording) for codec in codecs}
+    methods = [("FrameStackObservation", "-", "-"), ("SharedFrames", "none", "none")]
+    seen = {label: codec for codec, label in reversed(labels.items())}
+    methods += [("CompressedFrameStack", label, seen[label]) for label in dict.fromkeys(labels.values())]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         recording.save(Path(folder))
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as fresh:
-            for method, codec in methods:
-                advance(method if codec == "-" else f"{method} {codec}")
-                size, step_us, batch_us = fresh.submit(
-                    _measure, folder, codec, stack_size, frames_per_chunk
-                ).result()
+            for method, label, codec in methods:
+                advance(f"{method} {label}")
+                task = fresh.submit(_measure, folder, codec, stack_size, frames_per_chunk)
+                try:
+                    size, step_us, batch_us = task.result()
+                except (GymCompressError, MemoryError, BrokenProcessPool) as error:
+                    raise CompareError(f"measuring {method} {label} failed: {_line(error)}") from error
                 plain = rows[0].bytes_per_observation if rows else size
-                rows.append(Row(method, codec, size, plain / size, step_us, batch_us, size * 1e6 / 1e9))
+                rows.append(Row(method, label, size, plain / size, step_us, batch_us, size * 1e6 / 1e9))
     return rows
+
+
+def _resolved(codec: str, recording: Recording) -> str:
+    """The codec that an argument means, or the argument itself if it means another for each image."""
+    meant = {str(resolve_codec(codec, image[0].nbytes)) for image in recording.images.values()}
+    return meant.pop() if len(meant) == 1 else codec
 
 
 def _measure(
@@ -280,9 +331,10 @@ def _measure(
     for _ in range(50):
         next(stream)
     kept: list[Any] = []
+    portion = max(_BATCH, min(1000, _GROWTH // 10 // (stack_size * recording.nbytes)))
     before = _resident()
     while len(kept) < _KEPT and _resident() - before < _GROWTH:
-        kept.extend(itertools.islice(stream, 1000))
+        kept.extend(itertools.islice(stream, portion))
     size = (_resident() - before) / len(kept)
     return size, _added(wrapped(), Replay(recording)), _batch(kept, plain=codec == "-")
 
@@ -339,11 +391,13 @@ def _resident() -> int:
     gc.collect()
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        raise CompareError("Resident memory is read from /proc/self/statm, which this system lacks") from None
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_machine() -> None:
+    """Raises a CompareError where resident memory cannot be measured."""
+    if not _STATM.exists():
+        raise CompareError(f"resident memory is read from {_STATM}, which this system lacks")
 
 
 def machine() -> str:
@@ -358,14 +412,17 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, {platform.system()}"
 
 
-def name(row: Row) -> str:
-    """The method and codec of a row, for people."""
-    return row.method if row.codec == "-" else f"{row.method} {row.codec}"
-
-
-def report(env_id: str, steps: int, rows: list[Row]) -> dict[str, Any]:
+def report(env_id: str, recording: Recording, rows: list[Row], **settings: Any) -> dict[str, Any]:
     """The comparison as JSON holds it."""
-    return {"env": env_id, "steps": steps, "rows": [asdict(row) for row in rows], "machine": machine()}
+    return {
+        "env": env_id,
+        "steps": len(recording.first),
+        "rows": [asdict(row) for row in rows],
+        "images": {key: [list(image.shape[1:]), str(image.dtype)] for key, image in recording.images.items()},
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("gym-compress", "blosc2", "gymnasium", "numpy")},
+        **settings,
+    }
 
 
 def plot(env_id: str, rows: list[Row], path: str) -> None:
@@ -374,17 +431,14 @@ def plot(env_id: str, rows: list[Row], path: str) -> None:
 
     figure = Figure(figsize=(8, 1.2 + 0.45 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    names = [name(row) for row in rows]
     sizes = [row.bytes_per_observation for row in rows]
-    colours = ["#9aa5b1" if row.method != "CompressedFrameStack" else "#2a7f62" for row in rows]
-    bars = axes.barh(names, sizes, color=colours)
-    axes.bar_label(
-        bars, [f" {size:,.0f} B, {row.ratio:,.0f}x" for size, row in zip(sizes, rows, strict=True)]
-    )
-    axes.set_xscale("log")
-    axes.set_xlim(min(sizes) / 2, 10 ** math.ceil(math.log10(max(sizes) * 3)))
+    colours = ["#2a7f62" if row.method == "CompressedFrameStack" else "#9aa5b1" for row in rows]
+    bars = axes.barh([row.label for row in rows], sizes, color=colours)
+    labels = [f" {size:,.0f} B, {row.ratio:,.0f}x smaller" for size, row in zip(sizes, rows, strict=True)]
+    axes.bar_label(bars, [f" {sizes[0]:,.0f} B", *labels[1:]])
+    axes.set_xlim(0, 1.3 * max(sizes))
     axes.invert_yaxis()
-    axes.set_xlabel("resident bytes of an observation (logarithmic)")
+    axes.set_xlabel("resident bytes of an observation")
     axes.set_title(f"{env_id}: what a kept observation costs")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, format="png", dpi=120)

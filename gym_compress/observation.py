@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_differing_spaces
 from numpy.typing import DTypeLike, NDArray
 
-from gym_compress.chunk import Chunk, ChunkWriter, Piece, read_pieces
+from gym_compress.chunk import Chunk, Piece, read_pieces
 from gym_compress.codec import Codec, resolve_codec
+from gym_compress.errors import CorruptDataError
 
-__all__ = ["CompressedBox", "CompressedObservation", "FrameCompressor", "FrameStacker", "Layout", "stack"]
+__all__ = ["CompressedBox", "CompressedObservation", "Layout", "layout_of", "stack"]
 
 # A run of bytes that lie side by side: which of an observation's chunks, first byte in it, number of bytes.
 Segment = tuple[int, int, int]
@@ -25,53 +28,69 @@ class Layout:
     """What observations have in common: shape, dtype, and where in their chunks their bytes lie.
 
     Observations of one stream need a few layouts only, so each is made once (:func:`layout_of`) and shared.
+
+    Attributes:
+        pieces: Which of the chunks, and the piece of it, for each run of bytes that lie side by side.
+        nbytes: Bytes of the array.
     """
 
-    __slots__ = ("dtype", "nbytes", "pieces", "segments", "shape")
+    __slots__ = ("__weakref__", "dtype", "nbytes", "pieces", "shape")
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], segments: tuple[Segment, ...]) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: tuple[tuple[int, Piece], ...]
+    ) -> None:
         self.shape = shape
         self.dtype = dtype
-        self.segments = segments
-        pieces: list[tuple[int, Piece]] = []
-        at = 0
-        for which, start, nbytes in segments:
-            pieces.append((which, (at, at + nbytes, start, start + nbytes)))
-            at += nbytes
-        self.pieces = tuple(pieces)
-        self.nbytes = at
+        self.pieces = pieces
+        self.nbytes = pieces[-1][1][1] if pieces else 0
+        if self.nbytes != math.prod(shape) * dtype.itemsize:
+            raise CorruptDataError(
+                f"{self.nbytes} bytes do not make an array of shape {shape} and dtype {dtype}"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return layout_of, (self.shape, self.dtype, self.segments)
+        segments = tuple([(which, start, end - start) for which, (_, _, start, end) in self.pieces])
+        return layout_of, (self.shape, self.dtype, segments)
 
 
-@lru_cache(maxsize=4096)
-def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any], segments: tuple[Segment, ...]) -> Layout:
-    """The layout with these values; the same object for the same values."""
-    return Layout(shape, dtype, segments)
+_layouts: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
 
-@lru_cache(maxsize=4096)
+def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any], segments: Sequence[Segment]) -> Layout:
+    """The layout of bytes in segments of chunks, one after another; the same object for the same values."""
+    pieces: list[tuple[int, Piece]] = []
+    at = 0
+    for which, start, nbytes in segments:
+        if pieces and pieces[-1][0] == which and pieces[-1][1][3] == start:  # goes on where the last one ends
+            _, (first, _, begin, _) = pieces.pop()
+            pieces.append((which, (first, at + nbytes, begin, start + nbytes)))
+        elif nbytes:
+            pieces.append((which, (at, at + nbytes, start, start + nbytes)))
+        at += nbytes
+    key = (shape, dtype, tuple(pieces))
+    layout = _layouts.get(key)
+    if layout is None:
+        layout = _layouts[key] = Layout(*key)
+    return layout
+
+
+@lru_cache(maxsize=512)
 def _stacked_layout(layouts: tuple[Layout, ...], places: tuple[tuple[int, ...], ...]) -> Layout:
     """The layout of a stack, given each part's layout and the places of its chunks among the stack's."""
-    segments: list[Segment] = []
-    for layout, where in zip(layouts, places, strict=True):
-        for which, start, nbytes in layout.segments:
-            if segments:
-                last, last_start, last_nbytes = segments[-1]
-                if last == where[which] and last_start + last_nbytes == start:
-                    segments[-1] = (last, last_start, last_nbytes + nbytes)
-                    continue
-            segments.append((where[which], start, nbytes))
+    segments = [
+        (where[which], start, end - start)
+        for layout, where in zip(layouts, places, strict=True)
+        for which, (_, _, start, end) in layout.pieces
+    ]
     first = layouts[0]
-    return layout_of((len(layouts), *first.shape), first.dtype, tuple(segments))
+    return layout_of((len(layouts), *first.shape), first.dtype, segments)
 
 
 class CompressedObservation:
     """An observation whose frames are kept compressed, shared with its neighbours.
 
-    It is immutable and behaves as an array where reading is meant: NumPy, PyTorch and JAX turn it into an
-    array of its ``shape`` and ``dtype`` (``np.asarray(obs)``, ``torch.as_tensor(obs)``,
+    It is immutable and behaves as an array where reading is meant (it has no arithmetic): NumPy, PyTorch and
+    JAX turn it into an array of its ``shape`` and ``dtype`` (``np.asarray(obs)``, ``torch.as_tensor(obs)``,
     ``jax.numpy.asarray(obs)``), each time into a new one; nothing decoded is kept. To read many at once, use
     :func:`gym_compress.decompress_batch`, which decodes what they share once.
 
@@ -123,18 +142,19 @@ class CompressedObservation:
             TypeError: If the frames' dtype is not of booleans, integers or floating-point numbers.
         """
         frames = list(frames)
+        chosen = resolve_codec(codec, np.asarray(frames[0]).nbytes if frames else 0)
         if frames and all(isinstance(frame, CompressedObservation) for frame in frames):
             return stack(frames)
         arrays = [np.asarray(frame) for frame in frames]
         if not arrays:
             raise ValueError("from_frames expects at least one frame, got none")
         for i, array in enumerate(arrays):
-            if array.shape != arrays[0].shape or array.dtype != arrays[0].dtype:
+            if array.shape != arrays[0].shape or not np.can_cast(array.dtype, arrays[0].dtype, "equiv"):
                 raise ValueError(
                     f"Frame {i} has shape {array.shape} and dtype {array.dtype}, "
                     f"expected {arrays[0].shape} and {arrays[0].dtype} as frame 0 has"
                 )
-        return cls._from_array(np.stack(arrays), resolve_codec(codec, arrays[0].nbytes))
+        return cls._from_array(np.stack(arrays), chosen)
 
     @classmethod
     def _from_array(cls, array: Any, codec: Codec) -> CompressedObservation:
@@ -145,8 +165,8 @@ class CompressedObservation:
                 f"An observation is expected to be of booleans, integers or floats, got {array.dtype}"
             )
         array = np.ascontiguousarray(array, np.dtype(array.dtype.type)).reshape(array.shape)
-        segments = ((0, 0, array.nbytes),) if array.nbytes else ()
-        return cls(Chunk.from_array(array, codec), layout_of(array.shape, array.dtype, segments))
+        chunk = Chunk.from_array(array, codec)
+        return cls(chunk, layout_of(array.shape, array.dtype, ((0, 0, array.nbytes),)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -180,16 +200,20 @@ class CompressedObservation:
         A frame counts in each observation that it is part of; sums over a stream therefore exceed what is
         resident.
         """
-        chunks = self._chunks()
         share = 0.0
-        for which, _, nbytes in self._layout.segments:
-            chunk = chunks[which]
+        for chunk, _, nbytes in self._segments():
             share += nbytes * (chunk.cbytes / chunk.nbytes if chunk.sealed else 1.0)
         return int(np.ceil(share))
 
+    def _segments(self) -> Iterator[tuple[Chunk, int, int]]:
+        """The runs of bytes that make the array up: their chunk, first byte in it, and number of bytes."""
+        chunks = self._chunks()
+        for which, (_, _, start, end) in self._layout.pieces:
+            yield chunks[which], start, end - start
+
     def _chunks(self) -> tuple[Chunk, ...]:
         source = self._source
-        return (source,) if type(source) is Chunk else source  # type: ignore[return-value]
+        return (source,) if isinstance(source, Chunk) else source
 
     def __len__(self) -> int:
         shape = self._layout.shape
@@ -229,7 +253,11 @@ class CompressedObservation:
             raise BufferError(
                 f"A compressed observation is decoded into the CPU's memory, not device {dl_device}"
             )
-        return np.asarray(self).__dlpack__(stream=stream)
+        array = np.asarray(self)
+        try:
+            return array.__dlpack__(stream=stream, max_version=max_version)
+        except TypeError:  # NumPy 2.0 knows no versions
+            return array.__dlpack__(stream=stream)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0  # kDLCPU
@@ -252,17 +280,17 @@ class CompressedObservation:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, CompressedObservation):
-            if other.shape != self.shape:
-                return False
-            if self._source is other._source and self._layout is other._layout and self.dtype.kind != "f":
+            same = self._source is other._source and self._layout is other._layout
+            if same and self.dtype.kind != "f":  # a NaN is equal to nothing
                 return True
-        elif not isinstance(other, (np.ndarray, np.generic, list, tuple)):
+        elif not isinstance(other, (list, tuple)) and not hasattr(other, "__array__"):
             return NotImplemented
         try:
             array = np.asarray(other)
         except ValueError:  # a ragged list
             return False
-        return array.shape == self.shape and np.array_equal(np.asarray(self), array)
+        comparable = array.shape == self.shape and array.dtype.kind in "biufc"
+        return comparable and np.array_equal(np.asarray(self), array)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -311,10 +339,10 @@ def stack(
     where: list[tuple[int, ...]] = []
     for observation in observations:
         source = observation._source
-        if type(source) is Chunk:
+        if isinstance(source, Chunk):
             where.append((places.setdefault(source, len(places)),))
         else:
-            where.append(tuple([places.setdefault(chunk, len(places)) for chunk in source]))  # type: ignore[union-attr]
+            where.append(tuple([places.setdefault(chunk, len(places)) for chunk in source]))
     first = layouts[0]
     for i, layout in enumerate(layouts):
         if layout.shape != first.shape or layout.dtype != first.dtype:
@@ -327,83 +355,6 @@ def stack(
     if len(chunks) == 1:
         return CompressedObservation(chunks[0], layout)
     return CompressedObservation(known if known == chunks else chunks, layout)
-
-
-class FrameCompressor:
-    """Compresses the frames of one stream, as they come, for one Box of an observation space.
-
-    Args:
-        space: The space of a frame.
-        codec: A :class:`Codec`, its string, or ``"auto"``.
-        frames_per_chunk: Frames that a chunk holds, or ``None`` to choose by the size of a frame.
-        keep: How many of the newest frames stay raw.
-    """
-
-    def __init__(
-        self,
-        space: spaces.Box,
-        *,
-        codec: str | Codec = "auto",
-        frames_per_chunk: int | None = None,
-        keep: int = 1,
-    ) -> None:
-        self._writer = writer = ChunkWriter(
-            space.shape, space.dtype, codec=codec, frames_per_chunk=frames_per_chunk, keep=keep
-        )
-        nbytes = writer.frame_nbytes
-        self._layouts = [
-            layout_of(writer.shape, writer.dtype, ((0, i * nbytes, nbytes),) if nbytes else ())
-            for i in range(writer.frames_per_chunk)
-        ]
-
-    def __call__(self, frame: Any) -> CompressedObservation:
-        """Appends a frame to the stream; one that is compressed already is taken over as it is.
-
-        Raises:
-            ValueError: If the frame does not fit the space.
-        """
-        if isinstance(frame, CompressedObservation):
-            writer = self._writer
-            if frame.shape == writer.shape and frame.dtype == writer.dtype:
-                return frame
-        chunk, index = self._writer.append(frame)
-        return CompressedObservation(chunk, self._layouts[index])
-
-    def alone(self, frame: Any) -> CompressedObservation:
-        """Compresses a frame in a chunk of its own, outside the stream."""
-        writer = self._writer
-        return CompressedObservation._from_array(writer.fit(frame).astype(writer.dtype), writer.codec)
-
-    def seal(self) -> None:
-        """Compresses the frames that are raw so far."""
-        self._writer.seal()
-
-
-class FrameStacker:
-    """The last ``stack_size`` observations of a stream as one.
-
-    Args:
-        compress: Compresses the frames of the stream.
-        stack_size: The number of observations in a stack.
-        filler: What the stack is full of at first.
-    """
-
-    def __init__(self, compress: FrameCompressor, stack_size: int, filler: CompressedObservation) -> None:
-        self.take = compress
-        self._queue = deque([filler] * stack_size, maxlen=stack_size)
-        self._chunks: tuple[Chunk, ...] = ()
-
-    def fill(self, filler: CompressedObservation) -> None:
-        """Fills the whole stack with one observation."""
-        self._queue.extend([filler] * len(self._queue))
-
-    def push(self, observation: CompressedObservation) -> CompressedObservation:
-        """Appends an observation, drops the oldest, and returns the stack, oldest first."""
-        self._queue.append(observation)
-        stacked = stack(self._queue, self._chunks)
-        if type(stacked._source) is tuple:
-            self._chunks = stacked._source
-        return stacked
 
 
 class CompressedBox(spaces.Box):
@@ -419,3 +370,10 @@ class CompressedBox(spaces.Box):
     def contains(self, x: Any) -> bool:
         """Whether an array or observation is in the space: its shape, its dtype and all its values."""
         return super().contains(np.asarray(x) if isinstance(x, CompressedObservation) else x)
+
+    def to_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
+        """Observations as nested lists."""
+        return super().to_jsonable([np.asarray(sample) for sample in sample_n])
+
+
+batch_differing_spaces.register(CompressedBox, batch_differing_spaces.dispatch(spaces.Box))

@@ -17,7 +17,8 @@ __all__ = ["map_leaves", "map_space", "replace_leaves"]
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Calls ``function(leaf, *leaves)`` for each leaf of a tree and its fellows in other trees.
 
-    The first tree says what is a leaf; the others need its keys and lengths, and may have more below a leaf.
+    The first tree says what is a leaf; the others need its keys and lengths (a list serves for a tuple), and
+    may have more below a leaf.
 
     Returns:
         A tree of the results.
@@ -28,14 +29,23 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     if isinstance(tree, dict):
         for other in others:
             if not isinstance(other, dict) or other.keys() != tree.keys():
-                raise ValueError(f"Expected a dict with the keys {list(tree)}, got {other!r}")
+                raise ValueError(f"Expected a dict with the keys {list(tree)}, got {_told(other)}")
         return {key: map_leaves(function, tree[key], *[other[key] for other in others]) for key in tree}
     if isinstance(tree, tuple):
         for other in others:
-            if not isinstance(other, tuple) or len(other) != len(tree):
-                raise ValueError(f"Expected a tuple of {len(tree)}, got {other!r}")
+            if not isinstance(other, (tuple, list)) or len(other) != len(tree):
+                raise ValueError(f"Expected a tuple of {len(tree)}, got {_told(other)}")
         return tuple([map_leaves(function, *leaves) for leaves in zip(tree, *others, strict=True)])
     return function(tree, *others)
+
+
+def _told(other: Any) -> str:
+    """A short description for a message."""
+    if isinstance(other, dict):
+        return f"one with the keys {list(other)}"
+    if isinstance(other, (tuple, list)):
+        return f"a {type(other).__name__} of {len(other)}"
+    return str(type(other))
 
 
 def map_space(function: Callable[[spaces.Space[Any]], Any], space: spaces.Space[Any]) -> Any:

@@ -95,7 +95,23 @@ class MovingSquare(gym.Env[Any, Any]):
         return self._draw(), 1.0, False, self.t >= self.end, {}
 
 
+class Broken(gym.Env[Any, Any]):
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no camera")
+
+
+class Growing(MovingSquare):
+    """Its images are of another shape each time."""
+
+    def _draw(self) -> np.ndarray:
+        return np.zeros((84 + self.t, 84), np.uint8)
+
+
 gym.register("MovingSquare-v0", entry_point="tests.envs:MovingSquare")
+gym.register("Broken-v0", entry_point="tests.envs:Broken")
+gym.register("Growing-v0", entry_point="tests.envs:Growing", disable_env_checker=True)
 
 
 def play(env: gym.Env[Any, Any], steps: int, seed: int = 3) -> list[Any]:

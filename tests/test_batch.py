@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import gym_compress.chunk
 from gym_compress import CompressedFrameStack, CompressedObservation, CompressObservation, decompress_batch
-from gym_compress.observation import FrameCompressor
+from gym_compress.stream import FrameCompressor
 from tests.envs import AnyEnv, MovingSquare, assert_same, play
 
 MIXED = spaces.Dict(
@@ -98,6 +98,38 @@ def test_each_chunk_is_decoded_once(kept, monkeypatch):
     assert len(decoded) == len(touched)  # the newest are raw
 
 
+@pytest.mark.parametrize("dense", [0, 5, 31])
+def test_one_array_among_observations_changes_nothing(kept, monkeypatch, dense):
+    batch = list(kept[20:52])
+    batch[dense] = np.asarray(batch[dense])
+    want = np.stack([np.asarray(obs) for obs in kept[20:52]])
+    decoded = []
+    decode = gym_compress.chunk.decode
+    monkeypatch.setattr(
+        gym_compress.chunk, "decode", lambda content, out: decoded.append(content) or decode(content, out)
+    )
+    assert_same(decompress_batch(batch), want)
+    assert len(decoded) == len({id(content) for content in decoded})
+    big_endian = np.arange(6, dtype=">f4").reshape(2, 3)
+    compressed = CompressedObservation.from_frames(list(big_endian))
+    for pair in ([compressed, big_endian], [big_endian, compressed]):
+        assert_same(decompress_batch(pair), np.stack([big_endian] * 2).astype("=f4"))
+
+
+def test_out_may_overlap_what_is_read_but_not_itself():
+    values = np.arange(12, dtype=np.uint8).reshape(4, 3)
+    rows = values.copy()
+    decompress_batch([rows[1], rows[0]], out=rows[:2])
+    assert_same(rows[:2], values[[1, 0]])
+    one = np.zeros((2, 3), np.uint8)
+    with pytest.raises(ValueError, match="do not overlap"):
+        decompress_batch([{"a": values[0], "b": values[1]}] * 2, out={"a": one, "b": one})
+    assert not one.any()
+    both = np.zeros((4, 3), np.uint8)
+    decompress_batch([{"a": values[0], "b": values[1]}] * 2, out={"a": both[:2], "b": both[2:]})
+    assert_same(both, values[[0, 0, 1, 1]])
+
+
 def test_out_is_written_in_place(kept):
     torch = pytest.importorskip("torch")
     want = np.stack([np.asarray(obs) for obs in kept[:6]])
@@ -125,6 +157,7 @@ def test_out_is_written_in_place(kept):
                                   lambda shape: np.empty((shape[0] * 2, *shape[1:]), np.uint8)[::2],
                                   lambda shape: np.broadcast_to(np.empty(shape[1:], np.uint8), shape),
                                   lambda shape: np.empty(shape, np.int8),
+        lambda shape: np.frombuffer(bytes(np.prod(shape)), np.uint8).reshape(shape),
                                   lambda shape: np.empty(shape[1:], np.uint8),
                                   lambda shape: np.empty((shape[0] + 1, *shape[1:]), np.uint8)])  # fmt: skip
 def test_out_must_fit(kept, make):
@@ -133,8 +166,9 @@ def test_out_must_fit(kept, make):
         decompress_batch(kept[:3], out=out)
     with pytest.raises(ValueError, match="out is expected"):
         decompress_batch([np.asarray(obs) for obs in kept[:3]], out=out)
-    with pytest.raises(TypeError, match="NumPy array"):
-        decompress_batch(kept[:3], out=[1])
+    for other in ([1], np.ma.masked_all((3, 4, 84, 84), np.uint8)):
+        with pytest.raises(TypeError, match="NumPy array"):
+            decompress_batch(kept[:3], out=other)
 
 
 def test_nothing_is_written_when_a_leaf_does_not_fit():

@@ -1,13 +1,15 @@
 import copy
 import pickle
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gym_compress.chunk as chunk_module
 from gym_compress import Codec, CorruptDataError
-from gym_compress.chunk import Chunk, ChunkWriter, read_pieces
+from gym_compress.chunk import Chunk, ChunkWriter, fit, read_pieces
 from tests.envs import assert_same
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g"]
@@ -47,8 +49,10 @@ def test_newest_frames_stay_raw_and_old_ones_do_not(frames_per_chunk, keep, coun
     writer = ChunkWriter((40,), np.uint8, frames_per_chunk=frames_per_chunk, keep=keep)
     written = [writer.append(np.full(40, i, np.uint8))[0] for i in range(count)]
     assert not any(chunk.sealed for chunk in written[-keep:])
-    lag = keep + 2 * frames_per_chunk  # no more than a chunk that is written and those that keep asks for
-    assert all(chunk.sealed and type(chunk.content) is bytes for chunk in written[:-lag])
+    # raw are the chunk that is written, the full one before it, and as many as keep asks for
+    chunks = list(dict.fromkeys(written))
+    raw = 1 + max(1, -(-keep // frames_per_chunk))
+    assert all(chunk.sealed and type(chunk.content) is bytes for chunk in chunks[:-raw])
 
 
 def test_frames_are_copied_whatever_their_layout():
@@ -69,10 +73,32 @@ def test_frames_are_copied_whatever_their_layout():
         np.testing.assert_array_equal(read(chunk, (4, 6), np.int32, index), expected)
 
 
-def test_values_are_cast_as_numpy_does_by_same_kind():
-    writer = ChunkWriter((2,), np.float32)
-    chunk, index = writer.append([0.1, 1 / 3])
-    assert read(chunk, (2,), np.float32, index).tobytes() == np.array([0.1, 1 / 3], np.float32).tobytes()
+def test_values_are_cast_where_they_stay_what_they_are():
+    for values, source, kept in [
+        ([0.1, 1 / 3], "f8", "f4"),  # rounded
+        ([np.inf, np.nan], "f8", "f4"),
+        ([1, 200], ">i8", "i2"),
+        ([0, 255], "u2", "u1"),
+        ([True, False], "?", "u1"),
+        ([3, 4], "u1", "f4"),
+    ]:
+        frame = np.array(values, source)
+        np.testing.assert_array_equal(fit(frame, (2,), np.dtype(kept)), frame.astype(kept), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "given", "kept"),
+    [
+        ([300], "u2", "u1"),
+        ([-1000], "i8", "i1"),
+        ([1e300], "f8", "f4"),
+        ([1e6], "f4", "f2"),
+        ([200], "u1", "i1"),
+    ],
+)
+def test_values_that_would_change_are_refused(values, given, kept):
+    with pytest.raises(ValueError, match=r"A frame (with the value|of dtype)"):
+        fit(np.array(values, given), (1,), np.dtype(kept))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +109,7 @@ def test_values_are_cast_as_numpy_does_by_same_kind():
         (np.zeros((2, 2), np.float32), "float32.*uint8"),
         (np.zeros((2, 2), np.int8), "int8.*uint8"),
         (np.zeros((2, 2), object), "object.*uint8"),
+        (np.full((2, 2), 300, np.uint16), "value 300 .*uint8"),
         ("no frame", "shape"),
     ],
 )
@@ -119,6 +146,8 @@ def test_a_failed_encoding_loses_nothing(monkeypatch):
         with pytest.raises(MemoryError):
             writer.append(np.full(50, 4, np.uint8))
     written += [writer.append(np.full(50, i, np.uint8)) for i in range(4, 9)]
+    writer.seal()
+    assert all(type(chunk.content) is bytes for chunk, _ in written)
     for i, (chunk, index) in enumerate(written):
         assert read(chunk, (50,), np.uint8, index).tolist() == [i] * 50
 
@@ -141,8 +170,96 @@ def test_reading_copies_pieces_and_decodes_once(monkeypatch):
     assert out == array[900:].tobytes() + bytes(200) + array[:100].tobytes()
 
 
-def test_a_damaged_pickle_is_refused():
+@pytest.mark.parametrize("codec", ["lz4hc", "zstd", "none"])
+def test_a_damaged_pickle_is_refused(codec):
+    chunk = Chunk.from_array(np.arange(1000), Codec(codec))
+    data = pickle.dumps(chunk)
+    content = bytes(chunk.content)
+    at = data.index(content)
+    for place in (0, 30, 40, len(content) // 2, len(content) - 1):
+        damaged = bytearray(data)
+        damaged[at + place] ^= 1
+        with pytest.raises(CorruptDataError, match="checksum"):
+            pickle.loads(damaged)
+    restored = pickle.loads(data)
+    assert bytes(restored.content) == content
+    assert restored.sealed
+
+
+def test_a_chunk_that_cannot_be_decoded_is_an_error_of_its_own():
     chunk = Chunk.from_array(np.arange(1000), Codec())
-    chunk.content = chunk.content[:-3]
-    with pytest.raises(CorruptDataError):
-        pickle.loads(pickle.dumps(chunk))
+    chunk.content = chunk.content[:40] + b"\xff" * (len(chunk.content) - 40)
+    with pytest.raises(CorruptDataError, match="could not be decoded"):
+        read(chunk, (500,), np.int64, 0), read(chunk, (250,), np.int64, 1)
+
+
+def test_open_chunks_are_not_pickled():
+    chunk, _ = ChunkWriter((50,), np.uint8).append(np.zeros(50, np.uint8))
+    with pytest.raises(TypeError, match="open chunk"):
+        pickle.dumps(chunk)
+
+
+@pytest.mark.parametrize("codec", ["lz4hc", "none"])
+def test_a_sealed_chunk_holds_its_frames_and_no_more(codec):
+    writer = ChunkWriter((50,), np.uint8, codec=codec, frames_per_chunk=100)
+    chunk, _ = writer.append(np.arange(50, dtype=np.uint8))
+    assert chunk.cbytes == 5000
+    writer.seal()
+    assert chunk.nbytes == 50
+    assert chunk.cbytes <= 50 + 32
+
+
+@pytest.mark.parametrize("at", range(1, 400, 3))
+def test_an_interruption_anywhere_loses_nothing(at):
+    """As by a signal whose handler raises: between any two lines."""
+    writer = ChunkWriter((50,), np.uint8, frames_per_chunk=2)
+    written = {}
+    left = at
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if frame.f_code.co_filename != chunk_module.__file__:
+            return None
+        if event == "line":
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    for i in range(9):
+        sys.settrace(trace if left > 0 else before)
+        try:
+            written[i] = writer.append(np.full(50, i, np.uint8))
+            if i % 5 == 4:
+                writer.seal()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+    writer.seal()
+    for i, (chunk, index) in written.items():
+        assert type(chunk.content) is bytes
+        assert read(chunk, (50,), np.uint8, index).tolist() == [i] * 50
+
+
+def test_readers_see_bytes_or_raw_frames_at_any_time():
+    """The content of a chunk that is being sealed is readable between any two lines."""
+    writer = ChunkWriter((50,), np.uint8, frames_per_chunk=4)
+    chunk, index = writer.append(np.arange(50, dtype=np.uint8))
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_name == "seal" and event == "line":
+            sys.settrace(None)
+            seen.append(read(chunk, (50,), np.uint8, index).tolist())
+            sys.settrace(trace)
+        return trace
+
+    before, seen = sys.gettrace(), []
+    sys.settrace(trace)
+    try:
+        writer.seal()
+    finally:
+        sys.settrace(before)
+    assert len(seen) > 5
+    assert all(values == list(range(50)) for values in seen)

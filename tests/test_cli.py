@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+import gym_compress.compare as compare_module
 from gym_compress.cli import main
 from gym_compress.compare import CompareError, Recording, Replay, image_places, record
 from tests.envs import PIXELS, AnyEnv, MovingSquare, assert_same, play
@@ -22,7 +23,10 @@ NESTED = spaces.Dict(
 
 def test_images_are_found_in_nested_spaces():
     space = spaces.Dict(a=NESTED, b=spaces.Box(0, 255, (32, 32), np.uint8))
-    assert image_places(space) == {"a/camera/1": ("a", "camera", 1), "b": ("b",)}
+    assert image_places(space) == {
+        "['a']['camera'][1]": ("a", "camera", 1),
+        "['b']": ("b",),
+    }
     assert image_places(spaces.Box(0, 1, (16, 16))) == {"": ()}
     with pytest.raises(CompareError, match="no image"):
         image_places(spaces.Tuple([spaces.Discrete(3), spaces.Box(0, 1, (5000,))]))
@@ -90,9 +94,14 @@ def test_compare(tmp_path, capsys):
         (["CartPole-v1"], "no image among the observations"),
         (["MovingSquare-v0", "--codec", "lzma"], "Unknown codec 'lzma'"),
         (["MovingSquare-v0", "--frames-per-chunk", "0"], "at least 1"),
-        (["MovingSquare-v0", "--steps", "0"], "at least 1"),
+        (["MovingSquare-v0", "--steps", "99"], "at least 100"),
+        (["MovingSquare-v0", "--seed", "-1"], "recording failed"),
+        ([".:Env-v0"], ".:Env-v0: TypeError"),
+        (["tests.envs:Broken-v0"], "Broken-v0: RuntimeError: no camera"),
+        (["tests.envs:Growing-v0", "--steps", "100"], "recording failed: ValueError"),
+        (["MovingSquare-v0", "--plot", "/"], "cannot be written"),
         (["MovingSquare-v0", "--stack-size", "0"], "at least 1"),
-        (["MovingSquare-v0", "--json", "/no/such/folder/r.json"], "no folder"),
+        (["MovingSquare-v0", "--json", "/no/such/folder/r.json"], "cannot be written"),
     ],
 )
 def test_what_cannot_be_had_is_one_line_and_status_2(arguments, message, capsys):
@@ -101,6 +110,57 @@ def test_what_cannot_be_had_is_one_line_and_status_2(arguments, message, capsys)
     assert streams.out == ""
     assert len(streams.err.splitlines()) == 1
     assert message in streams.err
+
+
+def test_small_frames_alone_are_images():
+    assert image_places(spaces.Box(0, 1, (10, 10, 4), bool)) == {"": ()}
+
+
+def test_what_a_wrapper_adds_and_what_a_batch_takes_are_told_by_the_clock(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(compare_module.time, "perf_counter", lambda: clock[0])
+
+    class Slow(MovingSquare):
+        def __init__(self, seconds):
+            super().__init__(episode=10**9)
+            self.seconds = seconds
+
+        def step(self, action):
+            clock[0] += self.seconds
+            return super().step(action)
+
+    assert compare_module._added(Slow(5e-6), Slow(2e-6)) == pytest.approx(3)
+
+    def decompress(batch):
+        clock[0] += len(batch) * 1e-6
+
+    monkeypatch.setattr(compare_module, "decompress_batch", decompress)
+    assert compare_module._batch([0] * 50, plain=False) == pytest.approx(32)
+
+
+def test_settings_reach_what_is_measured(monkeypatch, tmp_path):
+    recording = record(MovingSquare(), 100, 7, lambda: None)
+    assert_same(recording.images[""][0], MovingSquare().reset(seed=7)[0])
+    recording.save(tmp_path)
+    made = []
+    stack = compare_module.CompressedFrameStack
+
+    def spy(env, stack_size, **kwargs):
+        made.append((stack_size, kwargs))
+        return stack(env, stack_size, **kwargs)
+
+    monkeypatch.setattr(compare_module, "CompressedFrameStack", spy)
+    monkeypatch.setattr(compare_module, "_KEPT", 100)
+    compare_module._measure(str(tmp_path), "zstd:3", 5, 9)
+    assert made == [(5, {"codec": "zstd:3", "frames_per_chunk": 9})] * 2
+
+
+def test_auto_stands_under_what_it_chose_or_under_its_own_name():
+    small, large = np.zeros((1, 40, 40), np.uint8), np.zeros((1, 200, 200, 3), np.uint8)
+    first = np.ones(1, np.bool_)
+    assert compare_module._resolved("auto", Recording({"a": small}, first)) == "lz4hc:5"
+    assert compare_module._resolved("auto", Recording({"a": small, "b": large}, first)) == "auto"
+    assert compare_module._resolved("zstd", Recording({"a": small, "b": large}, first)) == "zstd:5"
 
 
 def test_missing_extras_are_named(monkeypatch, capsys):

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gym_compress.codec
 from gym_compress import Codec, CorruptDataError, GymCompressError
 from gym_compress.codec import check_encoded, decode, resolve_codec, resolve_frames_per_chunk
 
@@ -39,11 +41,19 @@ def test_strings(text, codec, printed):
 
 
 @pytest.mark.parametrize(
-    "text", ["lzma", "", "zstd:", "zstd:0", "zstd:10", "zstd:-1", "zstd:1.5", "none:3", "ZSTD", "auto:1"]
+    "text",
+    ["lzma", "", "zstd:", "zstd:0", "zstd:10", "zstd:-1", "zstd:1.5", "none:3", "ZSTD", "auto:1", "none:7"],
 )
 def test_unknown_codecs_name_what_is_allowed(text):
-    with pytest.raises(ValueError, match=r"expected (one of )?('lz4', 'lz4hc', 'zstd', 'none'|1 to 9)"):
+    with pytest.raises(ValueError, match=r"expected ('auto', 'lz4', 'lz4hc' or 'zstd'|1 to 9)"):
         Codec.from_string(text)
+
+
+def test_none_has_no_levels():
+    assert Codec("none") == Codec("none", 0)
+    for level in (1, 77):
+        with pytest.raises(ValueError, match="no levels"):
+            Codec("none", level)
 
 
 @pytest.mark.parametrize("level", [2.5, "3", None])
@@ -53,7 +63,8 @@ def test_levels_are_integers(level):
 
 
 def test_auto_chooses_by_the_size_of_a_frame():
-    assert str(resolve_codec("auto", 84 * 84)) == "lz4hc:5"
+    assert str(resolve_codec("auto", 84 * 84)) == str(resolve_codec("auto", 32 * 1024 - 1)) == "lz4hc:5"
+    assert str(resolve_codec("auto", 32 * 1024)) == "zstd:1"
     assert str(resolve_codec("auto", 210 * 160 * 3)) == "zstd:1"
     assert resolve_codec(Codec("lz4", 2), 1) == Codec("lz4", 2)
     sizes = {0: 12, 1: 12, 84 * 84: 12, 128 * 128 * 3: 8, 210 * 160 * 3: 4, 10**8: 4}
@@ -102,10 +113,24 @@ def test_blosc2s_settings_stay_as_they_are():
     assert settings() == before
 
 
+def test_one_thread_whatever_blosc2_is_set_to():
+    threads = blosc2.set_nthreads(2)
+    try:
+        compression = gym_compress.codec._compression(Codec(), 1)
+        assert compression["nthreads"] == 1
+    finally:
+        blosc2.set_nthreads(threads)
+
+
+def refused(encoded, nbytes):
+    with pytest.raises(CorruptDataError, match="compressed chunk"):
+        check_encoded(bytes(encoded), nbytes)
+
+
 def test_damaged_buffers_are_refused():
-    encoded = Codec().encode(np.zeros(1000, np.uint8), 1)
+    encoded = Codec().encode(np.arange(1000, dtype=np.uint8) // 7, 1)
     check_encoded(encoded, 1000)
-    foreign = blosc2.compress2(bytes(1000), codec=blosc2.Codec.BLOSCLZ, clevel=5, nthreads=1)
+    foreign = blosc2.compress2(bytes(range(100)) * 10, codec=blosc2.Codec.BLOSCLZ, clevel=5, nthreads=1)
     for damaged, nbytes in [
         (b"", 1000),
         (encoded[:31], 1000),
@@ -114,26 +139,70 @@ def test_damaged_buffers_are_refused():
         (encoded, 999),
         (foreign, 1000),
     ]:
-        with pytest.raises(CorruptDataError, match="compressed chunk"):
-            check_encoded(damaged, nbytes)
+        refused(damaged, nbytes)
     assert issubclass(CorruptDataError, ValueError)
     assert issubclass(CorruptDataError, GymCompressError)
 
 
-def test_an_overriding_environment_variable_is_an_error():
+@given(st.data())
+def test_a_damaged_buffer_decodes_or_is_refused_and_never_crashes(data):
+    """Each byte of the header and of the lengths matters; what LZ4 and ZSTD read they check by themselves."""
+    values = (
+        np.random.default_rng(0).integers(0, 3, 3000).astype(data.draw(st.sampled_from(["u1", "f4", "f8"])))
+    )
+    source = values.view(np.uint8)
+    encoded = bytearray(Codec.from_string(data.draw(st.sampled_from(REAL))).encode(source, values.itemsize))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(encoded) - 1) | st.integers(0, 60))
+        encoded[at] = data.draw(st.integers(0, 255))
+    out = np.zeros(source.nbytes + 64, np.uint8)
+    out[source.nbytes :] = 77
+    try:
+        check_encoded(bytes(encoded), source.nbytes)
+        decode(bytes(encoded), out[: source.nbytes])
+    except (CorruptDataError, RuntimeError):
+        pass
+    assert (out[source.nbytes :] == 77).all()
+
+
+@pytest.mark.parametrize("offset", [33, 34, 35, 37, 39])
+def test_lengths_that_lead_out_of_the_buffer_are_refused(offset):
+    encoded = bytearray(Codec().encode(np.arange(1600, dtype=np.uint8) // 3, 1))
+    encoded[offset] = 0x10
+    refused(encoded, 1600)
+
+
+OVERRIDES = [
+    "COMPRESSOR=blosclz",
+    "COMPRESSOR=junk",
+    "TYPESIZE=3",
+    "TYPESIZE=16",
+    "BLOCKSIZE=100",
+    "SHUFFLE=BITSHUFFLE",
+    "DELTA=1",
+]
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_overriding_environment_variable_is_an_error(override):
     code = """
 import numpy as np
 from gym_compress import CompressedObservation, GymCompressError
-try:
-    CompressedObservation.from_frames([np.zeros((84, 84), np.uint8)] * 4)
-except GymCompressError as error:
-    print(error)
+for dtype in (np.uint8, np.float64):
+    frame = (np.arange(7000) // 5 % 3).astype(dtype)
+    try:
+        same = np.array_equal(CompressedObservation.from_frames([frame])[0], frame)
+        print("right" if same else "WRONG")
+    except GymCompressError as error:
+        print(error)
 """
-    import os
-
+    name, value = override.split("=")
     run = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "BLOSC_COMPRESSOR": "blosclz"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "unset the environment variable BLOSC_COMPRESSOR" in run.stdout
+        env={**os.environ, f"BLOSC_{name}": value},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "WRONG" not in run.stdout
+    assert "Unset the environment variables BLOSC_*" in run.stdout

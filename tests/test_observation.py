@@ -21,7 +21,8 @@ from gym_compress import (
     CorruptDataError,
     decompress_batch,
 )
-from gym_compress.observation import FrameCompressor, stack
+from gym_compress.observation import stack
+from gym_compress.stream import FrameCompressor
 from tests.envs import MovingSquare, assert_same, play
 
 arrays = hnp.arrays(
@@ -104,6 +105,10 @@ def test_equality_is_one_bool(kept):
     assert (array == obs).all()
     with pytest.raises(TypeError, match="unhashable"):
         hash(obs)
+    assert not any(obs == np.zeros(obs.shape, kind) for kind in ("V4", [("a", int)], "U3", object))
+    torch = pytest.importorskip("torch")
+    for tensor in (torch.as_tensor(array), torch.as_tensor(array) + 1):
+        assert (obs == tensor) is (tensor == obs) is bool((tensor.numpy() == array).all())
     nan = CompressedObservation.from_frames([np.array([np.nan])])
     assert (nan == nan) is np.array_equal(nan, nan) is False
 
@@ -129,6 +134,7 @@ def test_dlpack(kept):
         from_array(np.arange(6.0).reshape(2, 3)),
     ):
         assert_same(np.from_dlpack(obs), np.asarray(obs))
+        assert np.from_dlpack(obs).flags.writeable
     with pytest.raises(BufferError, match="without a copy"):
         kept[5].__dlpack__(copy=False)
     with pytest.raises(BufferError, match="CPU"):
@@ -172,6 +178,26 @@ def test_what_it_costs(kept):
     assert sealed[0] is sealed[1]
     share = sum(obs._source.cbytes for obs in kept[5:6]) * 4 / 12
     assert share <= CompressedObservation.cbytes.fget(kept[5]) <= share + 1
+
+
+def test_a_list_costs_at_most_80_bytes_an_observation():
+    env = CompressedFrameStack(MovingSquare(), 4)
+    kept = play(env, 6000)
+    env.close()
+    found, todo = {}, list(kept)
+    while todo:
+        item = todo.pop()
+        if id(item) not in found and not isinstance(item, type):
+            found[id(item)] = item
+            todo.extend(gc.get_referents(item))
+    contents = [item for item in found.values() if isinstance(item, bytes)]
+    allocated = sum(-(-sys.getsizeof(item) // 16) * 16 for item in found.values())  # in blocks of 16 bytes
+    assert (allocated - sum(map(len, contents))) / len(kept) + 8 <= 80  # 8 in the list
+
+
+def test_stacks_in_a_row_are_one_piece():
+    env = CompressedFrameStack(MovingSquare(), 4)
+    assert {len(obs._layout.pieces) for obs in play(env, 60)[4:]} == {1, 2}
 
 
 def test_nothing_decoded_is_kept(kept):
@@ -223,11 +249,22 @@ def test_from_frames_compresses_arrays_and_takes_observations_over(monkeypatch):
         (["a", "b"], TypeError, "booleans, integers or floats"),
         ([None], TypeError, "booleans, integers or floats"),
         ([np.zeros(2, complex)], TypeError, "complex"),
+        ([FrameCompressor(spaces.Box(0, 1, (2,), np.int8))([0, 1])] * 2, TypeError, "string or a Codec"),
     ],
 )
 def test_from_frames_refuses(frames, error, message):
+    codec = 5 if "Codec" in message else "auto"
     with pytest.raises(error, match=message):
-        CompressedObservation.from_frames(frames)
+        CompressedObservation.from_frames(frames, codec=codec)
+
+
+def test_what_exceeds_blosc2_is_refused(monkeypatch):
+    frame = np.zeros(1000, np.uint8)
+    obs = CompressedObservation.from_frames([CompressedObservation.from_frames([frame])] * 3)
+    monkeypatch.setattr("gym_compress.codec._MAX_CHUNK", 2500)
+    for make in (lambda: CompressedObservation.from_frames([frame] * 3), obs.detach):
+        with pytest.raises(ValueError, match="3000 bytes does not fit a chunk"):
+            make()
 
 
 def test_stacks_of_anything_equal_numpys():
@@ -243,6 +280,9 @@ def test_stacks_of_anything_equal_numpys():
         assert_same(pickle.loads(pickle.dumps(twice)), np.asarray(twice))
     with pytest.raises(ValueError, match="Observation 1 has shape"):
         stack([pool[0], stacked])
+    other = CompressedObservation.from_frames([np.zeros((3, 5), np.int8)])
+    with pytest.raises(ValueError, match=r"Observation 1 has shape .* int8"):
+        stack([stack([pool[0]]), other])
 
 
 def test_pickles_share_chunks(kept):
@@ -264,7 +304,7 @@ def test_a_damaged_pickle_is_refused(kept):
     content = kept[30]._chunks()[0].content
     at = data.index(content)
     data[at + 12] ^= 0xFF  # the buffer's own length
-    with pytest.raises(CorruptDataError, match="compressed chunk"):
+    with pytest.raises(CorruptDataError, match="checksum"):
         pickle.loads(data)
 
 
@@ -297,6 +337,7 @@ def test_works_in_a_forked_process(kept):
 
 BOXES = [
     spaces.Box(0, 255, (3, 2), np.uint8),
+    spaces.Box(10, 200, (3, 2), np.uint8),
     spaces.Box(-1, 1, (3, 2), np.float32),
     spaces.Box(np.array([0, -5]), np.array([1, 5]), dtype=np.int16),
     spaces.Box(-np.inf, np.inf, (4,), np.int64),
@@ -319,6 +360,12 @@ def test_compressed_box_contains_what_the_box_does(box):
         for value in (np.nan, 1.5, np.inf):
             array = np.full(box.shape, value, box.dtype)
             assert space.contains(compress(array)) == box.contains(array)
+    if box.dtype.kind in "iu" and box.is_bounded():
+        for value in {int(box.low.min()) - 1, int(box.high.max()) + 1} & set(range(-100, 256)):
+            if np.can_cast(np.min_scalar_type(value), box.dtype):
+                array = np.full(box.shape, value, box.dtype)
+                assert space.contains(compress(array)) is box.contains(array) is False
+    assert space.to_jsonable([compress(array)]) == box.to_jsonable([array])
     for other in (np.zeros((2, 2, 2), box.dtype), np.zeros(box.shape, np.complex64)):
         assert not space.contains(other)
     assert not space.contains(CompressedObservation.from_frames([np.zeros(box.shape, box.dtype)]))

@@ -8,7 +8,8 @@ import gymnasium as gym
 from gymnasium.wrappers import AtariPreprocessing
 
 from gym_compress.codec import Codec
-from gym_compress.observation import CompressedBox, FrameCompressor
+from gym_compress.observation import CompressedBox
+from gym_compress.stream import FrameCompressor
 from gym_compress.wrappers.compress import recorded
 
 __all__ = ["CompressedAtariPreprocessing"]
@@ -117,5 +118,7 @@ class CompressedAtariPreprocessing(AtariPreprocessing):
 
     def close(self) -> None:
         """Closes the environment and compresses the newest observations, which were raw so far."""
-        self._compress.seal()
-        super().close()
+        try:
+            self._compress.seal()
+        finally:
+            super().close()

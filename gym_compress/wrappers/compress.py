@@ -7,69 +7,12 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 
 from gym_compress.codec import Codec
-from gym_compress.observation import CompressedBox, FrameCompressor
-from gym_compress.tree import map_leaves, map_space, replace_leaves
+from gym_compress.stream import FrameCompressor, compressed_space, frame_compressors, seal_all
+from gym_compress.tree import map_leaves
 
-__all__ = [
-    "WORTH_NBYTES",
-    "CompressObservation",
-    "box_nbytes",
-    "compress_leaf",
-    "compressed_space",
-    "leaf_compressors",
-    "recorded",
-    "seal_all",
-]
-
-# A leaf of a Dict or Tuple below this many bytes is left as it is.
-WORTH_NBYTES = 1024
-
-
-def leaf_compressors(
-    env: gym.Env[Any, Any], codec: str | Codec, frames_per_chunk: int | None, keep: int = 1
-) -> Any:
-    """A tree of an observation space: a FrameCompressor where a leaf is compressed, None elsewhere.
-
-    Raises:
-        TypeError: If the observation space is no Box, Dict or Tuple.
-    """
-    space = env.observation_space
-    if not isinstance(space, (spaces.Box, spaces.Dict, spaces.Tuple)):
-        raise TypeError(f"Expected an observation space that is a Box, Dict or Tuple, actual: {space}")
-
-    def leaf(sub: spaces.Space[Any]) -> FrameCompressor | None:
-        if isinstance(sub, spaces.Box) and (sub is space or box_nbytes(sub) >= WORTH_NBYTES):
-            return FrameCompressor(sub, codec=codec, frames_per_chunk=frames_per_chunk, keep=keep)
-        return None
-
-    return map_space(leaf, space)
-
-
-def box_nbytes(box: spaces.Box) -> int:
-    """Bytes of an array of a Box."""
-    return int(np.prod(box.shape, dtype=np.int64)) * box.dtype.itemsize
-
-
-def compressed_space(space: spaces.Space[Any], compressors: Any) -> spaces.Space[Any]:
-    """A copy of a space in which each leaf that has a compressor is a CompressedBox."""
-
-    def leaf(sub: spaces.Space[Any], compressor: FrameCompressor | None) -> spaces.Space[Any]:
-        return CompressedBox.like(sub) if compressor and isinstance(sub, spaces.Box) else sub
-
-    return replace_leaves(leaf, space, compressors)
-
-
-def compress_leaf(compressor: FrameCompressor | None, observation: Any) -> Any:
-    """Compresses a leaf of an observation, or copies it if it has no compressor."""
-    return copy.deepcopy(observation) if compressor is None else compressor(observation)
-
-
-def seal_all(compressors: Any) -> None:
-    """Compresses what the compressors of a tree hold raw."""
-    map_leaves(lambda compressor: compressor and compressor.seal(), compressors)
+__all__ = ["CompressObservation", "recorded"]
 
 
 def recorded(**arguments: Any) -> dict[str, Any]:
@@ -133,7 +76,7 @@ class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.Recor
             self, **recorded(codec=codec, frames_per_chunk=frames_per_chunk)
         )
         gym.ObservationWrapper.__init__(self, env)
-        self._compressors = leaf_compressors(env, codec, frames_per_chunk)
+        self._compressors = frame_compressors(env.observation_space, codec, frames_per_chunk)
         self.observation_space = compressed_space(env.observation_space, self._compressors)
 
     def observation(self, observation: Any) -> Any:
@@ -142,9 +85,15 @@ class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.Recor
         Raises:
             ValueError: If a leaf does not fit its space.
         """
-        return map_leaves(compress_leaf, self._compressors, observation)
+        return map_leaves(_compress, self._compressors, observation)
 
     def close(self) -> None:
         """Closes the environment and compresses the newest observations, which were raw so far."""
-        seal_all(self._compressors)
-        super().close()
+        try:
+            seal_all(self._compressors)
+        finally:
+            super().close()
+
+
+def _compress(compressor: FrameCompressor | None, observation: Any) -> Any:
+    return copy.deepcopy(observation) if compressor is None else compressor(observation)

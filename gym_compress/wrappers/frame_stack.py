@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable
 from typing import Any, SupportsFloat
 
 import gymnasium as gym
@@ -13,37 +12,38 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 from gymnasium.wrappers.utils import create_zero_array
 
+from gym_compress.chunk import fit
 from gym_compress.codec import Codec
-from gym_compress.observation import FrameCompressor, FrameStacker
+from gym_compress.observation import CompressedBox
+from gym_compress.stream import FrameCompressor, FrameStacker, compressed_space, frame_compressors, seal_all
 from gym_compress.tree import map_leaves, map_space
-from gym_compress.wrappers.compress import compressed_space, leaf_compressors, recorded, seal_all
+from gym_compress.wrappers.compress import recorded
 
 __all__ = ["CompressedFrameStack"]
 
 
 class _PlainStacker:
-    """Stacks the leaves that are not compressed, as Gymnasium does; the counterpart of FrameStacker."""
+    """Stacks a leaf that is not compressed, as Gymnasium does; the counterpart of FrameStacker."""
 
     def __init__(self, space: spaces.Space[Any], stack_size: int, filler: Any) -> None:
         self._space = space
         self._queue = deque([filler] * stack_size, maxlen=stack_size)
+        self._of_arrays = isinstance(create_empty_array(space, stack_size), np.ndarray)
 
     def take(self, observation: Any) -> Any:
-        """A copy of an observation; an error if it cannot be stacked."""
-        return copy.deepcopy(self._concatenate([observation])[0])
+        """A copy of an observation; ValueError if it cannot be stacked."""
+        if self._of_arrays and self._space.shape is not None and self._space.dtype is not None:
+            return np.array(fit(observation, self._space.shape, self._space.dtype))
+        return copy.deepcopy(observation)
 
     def fill(self, filler: Any) -> None:
         self._queue.extend([filler] * len(self._queue))
 
     def push(self, observation: Any) -> Any:
         self._queue.append(observation)
-        stacked = self._concatenate(self._queue)
-        return stacked if isinstance(stacked, np.ndarray) else copy.deepcopy(stacked)
-
-    def _concatenate(self, observations: Iterable[Any]) -> Any:
-        observations = list(observations)
-        out: Any = create_empty_array(self._space, len(observations))
-        return concatenate(self._space, observations, out)
+        out: Any = create_empty_array(self._space, len(self._queue))
+        stacked = concatenate(self._space, self._queue, out)
+        return stacked if self._of_arrays else copy.deepcopy(stacked)
 
 
 class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
@@ -130,7 +130,12 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
             )
         self.stack_size = int(stack_size)
         self.padding_type: str = padding_type
-        self._compressors = leaf_compressors(env, codec, frames_per_chunk, keep=self.stack_size)
+        self._compressors = frame_compressors(space, codec, frames_per_chunk, keep=self.stack_size)
+        if isinstance(space, CompressedBox) and (codec != "auto" or frames_per_chunk is not None):
+            gym.logger.warn(
+                "The observations are compressed already and taken over as they are: give codec and "
+                "frames_per_chunk to the wrapper that compresses them"
+            )
         self._padding = map_leaves(self._pad_leaf, self._compressors, padding)
         self._stackers = map_leaves(
             self._stacker, self._compressors, map_space(lambda sub: sub, space), self._padding
@@ -177,8 +182,10 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
 
     def close(self) -> None:
         """Closes the environment and compresses the newest frames, which were raw so far."""
-        seal_all(self._compressors)
-        super().close()
+        try:
+            seal_all(self._compressors)
+        finally:
+            super().close()
 
 
 def _take(stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -24,8 +25,9 @@ from rich.progress import track
 from rich.table import Table
 
 from gym_compress import Codec, CompressedObservation, decompress_batch
-from gym_compress.compare import make_env, record
-from gym_compress.observation import FrameCompressor, stack
+from gym_compress.compare import CompareError, make_env, record
+from gym_compress.observation import stack
+from gym_compress.stream import FrameCompressor
 
 CODECS = [
     Codec("lz4", 5),
@@ -87,8 +89,11 @@ def main() -> None:
     args = parser.parse_args()
     clips = []
     for env_id in args.envs:
-        env = make_env(env_id, preprocess=False)
-        images = record(env, args.frames, seed=0, advance=lambda: None).images
+        try:
+            env = make_env(env_id, preprocess=False)
+            images = record(env, args.frames, seed=0, advance=lambda: None).images
+        except CompareError as error:
+            sys.exit(str(error))
         clips.append(next(iter(images.values())))
         env.close()
     table = Table("frame", "bytes", "codec", *[f"{n} a chunk" for n in CHUNKS], title=", ".join(args.envs))

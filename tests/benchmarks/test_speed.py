@@ -19,7 +19,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from gym_compress import Codec, CompressedFrameStack, CompressObservation, decompress_batch
 from gym_compress.codec import decode
 from gym_compress.compare import Replay, record
-from gym_compress.observation import FrameCompressor
+from gym_compress.stream import FrameCompressor
 
 CODECS = ["lz4:5", "lz4hc:5", "zstd:1", "zstd:5"]
 
