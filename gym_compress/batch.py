@@ -128,25 +128,21 @@ def _destination(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDAr
 
 
 def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> NDArray[Any]:
-    first = batch[0]
-    layout = first._layout if isinstance(first, CompressedObservation) else None
-    if layout is None:
-        first = np.asarray(first)
-        shape, dtype = first.shape, first.dtype
-        nbytes = first.nbytes
-    else:
-        shape, dtype, nbytes = layout.shape, layout.dtype, layout.nbytes
+    first = batch[0] if isinstance(batch[0], CompressedObservation) else np.asarray(batch[0])
+    shape, dtype, nbytes = first.shape, first.dtype.newbyteorder("="), first.nbytes
     wanted: dict[Chunk, list[Piece]] = {}
     arrays: dict[int, NDArray[Any]] = {}
-    base = 0
+    base, known = 0, None
     for i, observation in enumerate(batch):
-        if isinstance(observation, CompressedObservation):
-            of = observation._layout
-            if of is not layout and (of.shape != shape or not np.can_cast(of.dtype, dtype, "equiv")):
-                raise ValueError(_differs(name, i, shape, dtype, observation))
+        if type(observation) is CompressedObservation:
+            layout = observation._layout
+            if layout is not known:
+                if layout.shape != shape or layout.dtype != dtype:
+                    raise ValueError(_differs(name, i, shape, dtype, observation))
+                known = layout
             source = observation._source
-            for which, (to, to_end, start, end) in of.pieces:
-                chunk = source if isinstance(source, Chunk) else source[which]
+            for which, (to, to_end, start, end) in layout.pieces:
+                chunk = source if type(source) is Chunk else source[which]  # type: ignore[index]
                 piece = (base + to, base + to_end, start, end)
                 if chunk in wanted:
                     wanted[chunk].append(piece)
@@ -157,7 +153,7 @@ def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> ND
             if array.dtype.hasobject:
                 raise TypeError(f"Expected {name} {i} to be an observation, actual type: {type(observation)}")
             text = array.dtype.kind == "U" == dtype.kind  # of any length
-            if array.shape != shape or not (text or np.can_cast(array.dtype, dtype, "equiv")):
+            if array.shape != shape or not (text or array.dtype.newbyteorder("=") == dtype):
                 raise ValueError(_differs(name, i, shape, dtype, array))
             arrays[i] = array
         base += nbytes
