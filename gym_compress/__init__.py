@@ -4,6 +4,7 @@ from gym_compress.batch import decompress_batch
 from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.observation import CompressedBox, CompressedObservation
+from gym_compress.replay.buffer import CompressedReplayBuffer
 from gym_compress.wrappers import CompressedAtariPreprocessing, CompressedFrameStack, CompressObservation
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "CompressedBox",
     "CompressedFrameStack",
     "CompressedObservation",
+    "CompressedReplayBuffer",
     "CorruptDataError",
     "GymCompressError",
     "decompress_batch",

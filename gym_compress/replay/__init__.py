@@ -1,0 +1,1 @@
+"""Replay memory over compressed chunks."""

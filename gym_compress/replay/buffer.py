@@ -1,0 +1,386 @@
+"""``CompressedReplayBuffer``: replay memory for any training loop, with NumPy alone or with PyTorch."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from gym_compress.codec import Codec
+from gym_compress.replay.store import ObservationStore, fit_batch, make_store, read_stores
+from gym_compress.tree import map_leaves, map_space
+
+__all__ = ["CompressedReplayBuffer", "ReplaySamples"]
+
+
+class ReplaySamples(NamedTuple):
+    """A batch of transitions: torch tensors on the buffer's device, or NumPy arrays if it has none.
+
+    Attributes:
+        observations: ``(batch_size, *observation)``, of the space's dtype; a dict or tuple of these for such a space.
+        actions: ``(batch_size, action_dim)``.
+        next_observations: As ``observations``.
+        dones: ``(batch_size, 1)`` float32: 1 where the episode terminated, 0 also where a time limit ended it if the
+            buffer handles timeouts.
+        rewards: ``(batch_size, 1)`` float32.
+    """
+
+    observations: Any
+    actions: Any
+    next_observations: Any
+    dones: Any
+    rewards: Any
+
+
+class CompressedReplayBuffer:
+    """Replay memory that keeps its observations compressed; the place of SB3's and CleanRL's ``ReplayBuffer``.
+
+    Call it as you call theirs. Frames that observations share are kept once, neighbouring frames are compressed
+    against each other, and ``next_obs`` is right after a termination and a truncation alike. Observations that
+    :class:`gym_compress.CompressedFrameStack` compressed are taken over as they are.
+
+    One thread may add while others sample.
+
+    Args:
+        buffer_size: How many transitions are kept, of all environments together.
+        observation_space: The space of one observation: Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple.
+        action_space: The space of one action.
+        device: Where samples go: a torch device or its name, ``"auto"`` for CUDA if there is, the CPU if there is only
+            torch, and NumPy arrays if there is no torch, or ``None`` for NumPy arrays.
+        n_envs: How many environments each call of :meth:`add` serves.
+        optimize_memory_usage: Taken for the signature's sake; nothing is stored differently.
+        handle_timeout_termination: Whether ``"TimeLimit.truncated"`` in the infos makes a done no termination.
+        stack_size: How many frames an observation stacks, or ``"auto"`` to find out; see :class:`ObservationStore`.
+        stack_axis: The axis along which they are stacked.
+        codec: A :class:`gym_compress.Codec`, its string, or ``"auto"``.
+        frames_per_chunk: Frames compressed together, or ``None`` to choose by their size.
+        seed: Seeds the generator that draws samples.
+
+    Raises:
+        ValueError: If ``buffer_size`` or ``n_envs`` is below 1, or an argument does not suit the observation space.
+        TypeError: If a space is of another kind.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: Any = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        stack_size: int | str = "auto",
+        stack_axis: int = 0,
+        codec: str | Codec = "auto",
+        frames_per_chunk: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if operator.index(buffer_size) < 1 or operator.index(n_envs) < 1:
+            raise ValueError(f"buffer_size and n_envs are at least 1, got {buffer_size} and {n_envs}")
+        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.n_envs = n_envs
+        self.optimize_memory_usage = optimize_memory_usage
+        self.handle_timeout_termination = handle_timeout_termination
+        self.device = _torch_device(device)
+        self.pos = 0
+        self.full = False
+
+        rows = (self.buffer_size, n_envs)
+        kwargs: dict[str, Any] = {
+            "stack_size": stack_size, "stack_axis": stack_axis, "codec": codec, "frames_per_chunk": frames_per_chunk
+        }  # fmt: skip
+        self.observations = map_space(lambda leaf: make_store(*rows, leaf, **kwargs), observation_space)
+        self.next_observations = map_leaves(_twin, self.observations)
+        self.actions = np.zeros((*rows, _action_dim(action_space)), _action_dtype(action_space))
+        self.rewards = np.zeros(rows, np.float32)
+        self.dones = np.zeros(rows, np.float32)
+        self.timeouts = np.zeros(rows, np.float32)
+        # Whether the sequence of observations ends with a row: an episode's end, or a reset without one.
+        self._ends = np.zeros(rows, np.bool_)
+        self._added = 0  # how often something changed
+        self._known_starts: tuple[Any, Any] = (None, None)  # of sample_sequences, and for what
+        self._rng = np.random.default_rng(seed)
+        self._lock = threading.Lock()
+
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        """Stores a transition of each environment.
+
+        Args:
+            obs: ``(n_envs, *observation)``, a list of ``n_envs`` observations, or a dict or tuple of these.
+            next_obs: As ``obs``: what the step gave, before any reset.
+            action: ``(n_envs, *action)``.
+            reward: ``(n_envs,)``.
+            done: ``(n_envs,)``, whether the episode ended.
+            infos: A list of ``n_envs`` dicts, or one dict of arrays as Gymnasium's vector environments give.
+
+        Raises:
+            ValueError: If something has another shape or number, or an observation's dtype does not cast to the
+                space's by NumPy's ``same_kind``. The buffer is as it was then.
+        """
+        n_envs, row = self.n_envs, self.pos
+        obs = map_leaves(self._fitted, self.observations, self._by_leaf(obs))
+        next_obs = map_leaves(self._fitted, self.next_observations, self._by_leaf(next_obs))
+        actions = np.asarray(action).reshape(n_envs, self.actions.shape[2])
+        rewards, dones = np.asarray(reward).reshape(n_envs), np.asarray(done).reshape(n_envs)
+        timeouts = _timeouts(infos, n_envs) if self.handle_timeout_termination else 0
+
+        def write(store: Any, batch: Any) -> None:
+            store[row] = batch
+
+        with self._lock:
+            map_leaves(write, self.observations, obs)
+            map_leaves(write, self.next_observations, next_obs)
+            self.actions[row], self.rewards[row], self.dones[row] = actions, rewards, dones
+            self.timeouts[row] = timeouts
+            self._ends[row] = self.dones[row] != 0
+            before = (row - 1) % self.buffer_size
+            if self.size() and before != row:
+                self._ends[before] |= ~self._follows(before, row)
+            self.pos = (row + 1) % self.buffer_size
+            self.full |= self.pos == 0
+            self._added += 1
+
+    def _fitted(self, store: Any, batch: Any) -> Any:
+        return fit_batch(batch, self.n_envs, store.shape[2:], store.dtype)
+
+    def _by_leaf(self, batch: Any) -> Any:
+        """A list of dicts or tuples as a dict or tuple of lists."""
+        if isinstance(self.observation_space, (spaces.Dict, spaces.Tuple)) and isinstance(batch, list):
+            return map_leaves(lambda *leaves: list(leaves), *batch)
+        return batch
+
+    def _follows(self, before: int, row: int) -> NDArray[np.bool_]:
+        """Whether the observations of a row are the next observations of the row before."""
+        follow = np.ones(self.n_envs, np.bool_)
+
+        def leaf(store: Any, twin: Any) -> None:
+            if isinstance(store, ObservationStore):
+                follow[:] &= store.follows(twin, before, row)
+            else:
+                follow[:] &= (store[row] == twin[before]).reshape(self.n_envs, -1).all(axis=1)
+
+        map_leaves(leaf, self.observations, self.next_observations)
+        return follow
+
+    def extend(self, *args: Any) -> None:
+        """Stores several calls' worth of transitions: each argument of :meth:`add` with an axis more in front."""
+        for transition in zip(*args, strict=True):
+            self.add(*transition)
+
+    def size(self) -> int:
+        """The number of rows that are filled; a row holds a transition of each environment."""
+        return self.buffer_size if self.full else self.pos
+
+    def reset(self) -> None:
+        """Empties the buffer."""
+
+        def clear(store: Any) -> None:
+            store.clear() if isinstance(store, ObservationStore) else store.fill(0)
+
+        with self._lock:
+            map_leaves(clear, self.observations)
+            map_leaves(clear, self.next_observations)
+            self.pos, self.full = 0, False
+            self._ends.fill(False)
+            self._added += 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the transitions would take in arrays."""
+        return self._total("nbytes", twins=True)
+
+    @property
+    def cbytes(self) -> int:
+        """Bytes of the compressed chunks and of the arrays."""
+        return self._total("cbytes", twins=False)
+
+    def _total(self, attribute: str, twins: bool) -> int:
+        total = 0
+
+        def leaf(store: Any) -> None:
+            nonlocal total
+            total += getattr(store, attribute if isinstance(store, ObservationStore) else "nbytes")
+
+        with self._lock:
+            map_leaves(leaf, self.observations)
+            if twins:
+                map_leaves(leaf, self.next_observations)
+            else:
+                map_leaves(
+                    lambda store: None if isinstance(store, ObservationStore) else leaf(store),
+                    self.next_observations,
+                )
+        return total + sum(a.nbytes for a in (self.actions, self.rewards, self.dones, self.timeouts))
+
+    def sample(self, batch_size: int, env: Any = None) -> ReplaySamples:
+        """Draws transitions uniformly, with replacement.
+
+        Args:
+            batch_size: How many.
+            env: An SB3 ``VecNormalize`` to normalise observations and rewards with, or ``None``.
+
+        Raises:
+            ValueError: If the buffer is empty, or ``batch_size`` is below 1.
+        """
+        _check_batch_size(batch_size)
+        with self._lock:
+            size = self.size()
+            if not size:
+                raise ValueError("Expected a buffer that holds transitions, but nothing was added yet")
+            rows = self._rng.integers(size, size=batch_size)
+            envs = self._rng.integers(self.n_envs, size=batch_size)
+            return self._samples(rows, envs, env)
+
+    def get(self, indices: Any) -> ReplaySamples:
+        """The transitions with given indices, for those who draw by themselves.
+
+        Args:
+            indices: ``(batch_size,)`` integers; an index is ``row * n_envs + env``.
+
+        Raises:
+            IndexError: If an index leads to no transition.
+        """
+        indices = np.asarray(indices)
+        if indices.ndim != 1 or indices.dtype.kind not in "iu":
+            raise IndexError(
+                f"Expected a list of integers, got shape {indices.shape} and dtype {indices.dtype}"
+            )
+        with self._lock:
+            filled = self.size() * self.n_envs
+            if indices.size and not (indices.min() >= 0 and indices.max() < filled):
+                raise IndexError(
+                    f"Expected indices from 0 to {filled - 1}, got {indices.min()} to {indices.max()}"
+                )
+            return self._samples(*np.divmod(indices, self.n_envs))
+
+    def sample_sequences(self, batch_size: int, length: int) -> ReplaySamples:
+        """Draws runs of transitions that follow each other, uniformly over all places where one can begin.
+
+        A run lies in one environment and one episode. An episode ends with a done, and where an observation is not
+        the ``next_obs`` before it.
+
+        Args:
+            batch_size: How many runs.
+            length: Transitions in a run.
+
+        Returns:
+            Samples with ``(batch_size, length, ...)`` in place of ``(batch_size, ...)``.
+
+        Raises:
+            ValueError: If no episode in the buffer is that long, or an argument is below 1.
+        """
+        _check_batch_size(batch_size)
+        if operator.index(length) < 1:
+            raise ValueError(f"length is expected to be at least 1, actual value: {length}")
+        with self._lock:
+            starts, longest = self._starts(length)
+            if not len(starts):
+                raise ValueError(
+                    f"Expected sequences of {length} transitions, but the longest episode has {longest}"
+                )
+            rows, envs = np.divmod(starts[self._rng.integers(len(starts), size=batch_size)], self.n_envs)
+            oldest = self.pos if self.full else 0
+            rows = (oldest + rows[:, None] + np.arange(length)) % self.buffer_size
+            return self._samples(rows, np.broadcast_to(envs[:, None], rows.shape))
+
+    def _starts(self, length: int) -> tuple[NDArray[np.int64], int]:
+        """Where runs of a length can begin, as indices counted from the oldest row, and the longest run."""
+        key = (self._added, length)
+        if self._known_starts[0] != key:
+            ends = np.roll(self._ends, -self.pos, axis=0) if self.full else self._ends[: self.pos].copy()
+            ends[-1:] = True
+            steps = np.arange(len(ends))[:, None]
+            end_of = np.where(ends, steps, len(ends))
+            end_of = np.minimum.accumulate(end_of[::-1], axis=0)[::-1]
+            runs = end_of - steps + 1
+            starts = np.flatnonzero(runs >= length)
+            self._known_starts = key, (starts, int(runs.max(initial=0)))
+        return self._known_starts[1]
+
+    def _samples(self, rows: NDArray[Any], envs: NDArray[Any], env: Any = None) -> ReplaySamples:
+        def leaf(store: Any, twin: Any) -> Any:
+            if isinstance(store, ObservationStore):
+                return read_stores([store, twin], rows, envs)
+            return store[rows, envs], twin[rows, envs]
+
+        pairs = map_leaves(leaf, self.observations, self.next_observations)
+        obs, next_obs = (map_leaves(lambda _, pair, i=i: pair[i], self.observations, pairs) for i in (0, 1))
+        rewards = self.rewards[rows, envs][..., None]
+        if env is not None:
+            obs, next_obs = env.normalize_obs(obs), env.normalize_obs(next_obs)
+            rewards = env.normalize_reward(rewards).astype(np.float32)
+        dones = (self.dones[rows, envs] * (1 - self.timeouts[rows, envs]))[..., None]
+        arrays = ReplaySamples(obs, self.actions[rows, envs], next_obs, dones, rewards)
+        if self.device is None:
+            return arrays
+        return ReplaySamples(*[map_leaves(self._to_torch, array) for array in arrays])
+
+    def _to_torch(self, array: NDArray[Any]) -> Any:
+        import torch
+
+        return torch.from_numpy(array).to(self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+
+def _twin(store: Any) -> Any:
+    return store.twin() if isinstance(store, ObservationStore) else np.zeros_like(store)
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if operator.index(batch_size) < 1:
+        raise ValueError(f"batch_size is expected to be at least 1, actual value: {batch_size}")
+
+
+def _timeouts(infos: Any, n_envs: int) -> Any:
+    """Whether a time limit ended the episode, for each environment."""
+    if isinstance(infos, Mapping):
+        return np.broadcast_to(np.asarray(infos.get("TimeLimit.truncated", False), np.bool_), n_envs)
+    if len(infos) != n_envs:
+        raise ValueError(f"Expected {n_envs} infos, one an environment, got {len(infos)}")
+    return [info.get("TimeLimit.truncated", False) for info in infos]
+
+
+def _action_dim(space: spaces.Space[Any]) -> int:
+    """How many numbers an action is."""
+    if isinstance(space, spaces.Discrete):
+        return 1
+    if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
+        return int(np.prod(space.shape))
+    raise TypeError(
+        f"Expected an action space that is Box, Discrete, MultiDiscrete or MultiBinary, actual: {space}"
+    )
+
+
+def _action_dtype(space: spaces.Space[Any]) -> Any:
+    """The dtype of stored actions: float32 for float64, as in SB3."""
+    return np.float32 if space.dtype == np.float64 else space.dtype
+
+
+def _torch_device(device: Any) -> Any:
+    """The torch device that an argument means, or None for NumPy arrays."""
+    if device is None:
+        return None
+    if device == "auto":
+        try:
+            import torch
+        except ImportError:
+            return None
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    import torch
+
+    return torch.device(device)
