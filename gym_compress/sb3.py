@@ -16,7 +16,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from gym_compress.codec import Codec
-from gym_compress.replay.store import ObservationStore, fit_batch, make_store, read_stores
+from gym_compress.replay.store import ObservationStore, fit_batch, make_store, read_pair
 from gym_compress.tree import map_leaves
 
 __all__ = [
@@ -276,7 +276,7 @@ def _fitted(store: Any, batch: Any) -> Any:
 
 def _read(store: Any, twin: Any, rows: Any, envs: Any) -> Any:
     if isinstance(store, ObservationStore):
-        return read_stores([store, twin], rows, envs)
+        return read_pair(store, twin, rows, envs)
     return store[rows, envs], twin[rows, envs]
 
 

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from gym_compress.codec import Codec
-from gym_compress.replay.store import ObservationStore, fit_batch, make_store, read_stores
+from gym_compress.replay.store import ObservationStore, fit_batch, make_store, read_pair
 from gym_compress.tree import map_leaves, map_space
 
 __all__ = ["CompressedReplayBuffer", "ReplaySamples"]
@@ -309,7 +309,7 @@ class CompressedReplayBuffer:
     def _samples(self, rows: NDArray[Any], envs: NDArray[Any], env: Any = None) -> ReplaySamples:
         def leaf(store: Any, twin: Any) -> Any:
             if isinstance(store, ObservationStore):
-                return read_stores([store, twin], rows, envs)
+                return read_pair(store, twin, rows, envs)
             return store[rows, envs], twin[rows, envs]
 
         pairs = map_leaves(leaf, self.observations, self.next_observations)

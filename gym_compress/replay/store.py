@@ -18,7 +18,7 @@ from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
 from gym_compress.observation import CompressedObservation
 from gym_compress.stream import worth_compressing
 
-__all__ = ["ObservationStore", "fit_batch", "make_store", "read_stores"]
+__all__ = ["ObservationStore", "fit_batch", "make_store", "read_pair", "read_stores"]
 
 # Along an axis of at most this many entries, "auto" looks for frames that were stacked.
 _MOST_SLICES = 16
@@ -128,34 +128,41 @@ class Stream:
         self._chunks: list[Chunk | None] = []
         self._firsts = array("q")  # where the range of each chunk begins
         self._users = array("q")  # how many references lead to each chunk
-        self._known: dict[Chunk, int] = {}  # where the range of a chunk begins
+        self._adopted: dict[Chunk, int] = {}  # where the range of a chunk begins that a wrapper wrote
         self._gone = 0  # how many chunks at the front of the lists are gone
         self._end = 0
         self._own: Chunk | None = None  # the chunk that is being written
+        self._own_first = 0  # where its range begins
         self._last: NDArray[Any] | None = None  # the slices of the newest observation, if it came as an array
         self._numbers: list[int] = []  # their numbers
+        self._shift = 1  # by how many slices observations moved on last
 
     @property
     def cbytes(self) -> int:
         """Bytes of the chunks."""
         return sum(chunk.cbytes for chunk in self._chunks if chunk is not None)
 
-    def put(self, observation: Any) -> int | tuple[int, ...]:
+    def put(self, observation: Any, moves: bool) -> int | tuple[int, ...]:
         """Takes an observation in. Its chunks stay until the reference is released.
 
         What it shares with the newest observation is not written again: a comparison tells.
+
+        Args:
+            observation: An array, or a compressed observation.
+            moves: Whether it is likely to have moved on from the newest one, or to be the same. Where all frames are
+                alike both are true, and what comes regularly is read faster.
 
         Returns:
             A reference: the number of the first slice if the others follow it, which is nearly always so; else the
             numbers of all.
         """
-        written = self._own
+        written, written_first = self._own, self._own_first
         numbers = self._adopt(observation) if isinstance(observation, CompressedObservation) else None
         if numbers is not None:
             self._last = None
         else:
             slices = self._slicing.cut(np.asarray(observation))
-            numbers = self._shared(slices)
+            numbers = self._shared(slices, moves)
             numbers.extend([self._append(slice_) for slice_ in slices[len(numbers) :]])
             if self._last is None:
                 self._last = np.empty(slices.shape, slices.dtype)
@@ -167,21 +174,23 @@ class Stream:
         for index in self._touched(reference):
             self._users[index] += 1
         if written is not None and written is not self._own:
-            self._let_go(self._index(self._known[written]))
+            self._let_go(self._index(written_first))
         return reference
 
     def _append(self, slice_: NDArray[Any]) -> int:
         chunk, index = self._writer.append(slice_)
         if chunk is not self._own:
-            self._own = chunk
+            self._own, self._own_first = chunk, self._end
             self._register(chunk, self._writer.frames_per_chunk)
-        return self._known[chunk] + index
+        return self._own_first + index
 
-    def _shared(self, slices: NDArray[Any]) -> list[int]:
+    def _shared(self, slices: NDArray[Any], moves: bool) -> list[int]:
         """The numbers of the first slices, as far as they are the newest observation's last."""
         if self._last is not None:
-            for shift in _SHIFTS[: len(slices)]:
+            shifts = (self._shift, 0, *_SHIFTS[1:]) if moves else (0, self._shift, *_SHIFTS[1:])
+            for shift in shifts:
                 if shift < len(slices) and _same(slices[: len(slices) - shift], self._last[shift:]):
+                    self._shift = shift or self._shift
                     return self._numbers[shift:]
         return []
 
@@ -194,9 +203,9 @@ class Stream:
         for chunk, start, length in observation._segments():
             if start % nbytes or length % nbytes:
                 return None
-            first = self._known.get(chunk)
+            first = self._adopted.get(chunk)
             if first is None:
-                first = self._end
+                first = self._adopted[chunk] = self._end
                 self._register(chunk, chunk.nbytes // nbytes)
             numbers.extend(range(first + start // nbytes, first + (start + length) // nbytes))
         return numbers
@@ -205,7 +214,6 @@ class Stream:
         self._chunks.append(chunk)
         self._firsts.append(self._end)
         self._users.append(0)
-        self._known[chunk] = self._end
         self._end += slices
 
     def _index(self, number: int) -> int:
@@ -231,37 +239,39 @@ class Stream:
         chunk = self._chunks[index]
         if self._users[index] or chunk is None or chunk is self._own:
             return
-        del self._known[chunk]
+        self._adopted.pop(chunk, None)
         self._chunks[index] = None
         while self._gone < len(self._chunks) and self._chunks[self._gone] is None:
             self._gone += 1
 
-    def locate(self, reference: int | tuple[int, ...], to: int, wanted: dict[Chunk, list[Piece]]) -> None:
-        """Notes which bytes of which chunks a reference leads to.
+    def locate(self, first: int, count: int, to: int, wanted: dict[Chunk, list[Piece]]) -> None:
+        """Notes which bytes of which chunks hold slices that follow each other.
 
         Args:
-            reference: The reference.
-            to: Where in the output its bytes begin.
+            first: The number of the first slice.
+            count: How many slices.
+            to: Where in the output their bytes begin.
             wanted: Gains the pieces, for :func:`gym_compress.chunk.read_pieces`.
         """
         nbytes = self._slicing.slice_nbytes
-        if isinstance(reference, tuple):
-            runs = [(number, 1) for number in reference]
-        else:
-            runs = [(reference, self._slicing.count)]
-        for number, count in runs:
-            index = self._index(number)
-            while count:
-                chunk = self._chunks[index]
-                assert chunk is not None, "a chunk stays while something refers to it"
-                start = number - self._firsts[index]
-                here = min(count, chunk.nbytes // nbytes - start)
-                piece = (to, to + here * nbytes, start * nbytes, (start + here) * nbytes)
-                if chunk in wanted:
-                    wanted[chunk].append(piece)
-                else:
-                    wanted[chunk] = [piece]
-                to, number, count, index = to + here * nbytes, number + here, count - here, index + 1
+        index = bisect_right(self._firsts, first) - 1
+        start = (first - self._firsts[index]) * nbytes
+        left = count * nbytes
+        while left:
+            chunk = self._chunks[index]
+            assert chunk is not None, "a chunk stays while something refers to it"
+            end = start + left
+            if end > chunk.nbytes:
+                end = chunk.nbytes
+            piece = (to, to + end - start, start, end)
+            if chunk in wanted:
+                wanted[chunk].append(piece)
+            else:
+                wanted[chunk] = [piece]
+            to += end - start
+            left -= end - start
+            start = 0
+            index += 1
 
     def __getstate__(self) -> dict[str, Any]:
         """Compresses what is raw, since a chunk that goes elsewhere is not written any more."""
@@ -273,7 +283,7 @@ class Stream:
         self._writer.seal()
         if self._own is not None and self._chunks and self._own is self._chunks[-1]:
             # nothing follows it yet: its range ends with its slices, and the next one's goes on
-            self._end = self._known[self._own] + self._own.nbytes // max(self._slicing.slice_nbytes, 1)
+            self._end = self._own_first + self._own.nbytes // max(self._slicing.slice_nbytes, 1)
         self._own = None
 
 
@@ -324,14 +334,16 @@ class ObservationStore:
         frames_per_chunk = resolve_frames_per_chunk(frames_per_chunk, slicing.frame_nbytes)
         self._slicing = slicing
         self._streams = [Stream(slicing, codec, frames_per_chunk) for _ in range(n_envs)]
-        self._references = np.full((rows, n_envs), _EMPTY, np.int64)
+        self._references = np.full((rows, n_envs), _EMPTY, np.int32)
         self._odd: dict[int, tuple[int, ...]] = {}  # references that are no single number
+        self._is_twin = False
 
     def twin(self) -> ObservationStore:
         """An empty store that shares this one's chunks: for the next observations."""
         twin = copy.copy(self)
         twin._references = np.full_like(self._references, _EMPTY)
         twin._odd = {}
+        twin._is_twin = True
         return twin
 
     @property
@@ -370,12 +382,15 @@ class ObservationStore:
             raise IndexError(f"Row {row} is out of range for {rows} rows")
         row %= rows
         batch = fit_batch(batch, n_envs, self._slicing.shape, self.dtype)
-        new = [stream.put(observation) for stream, observation in zip(self._streams, batch, strict=True)]
+        pairs = zip(self._streams, batch, strict=True)
+        new = [stream.put(observation, moves=self._is_twin) for stream, observation in pairs]
         for env, reference in enumerate(new):
             self._drop(row, env)
             if isinstance(reference, tuple):
                 key = _ODD - (row * n_envs + env)
                 self._odd[key], reference = reference, key
+            if abs(reference) > np.iinfo(self._references.dtype).max:
+                self._references = self._references.astype(np.int64)
             self._references[row, env] = reference
 
     def _drop(self, row: int, env: int) -> None:
@@ -429,10 +444,7 @@ class FlatStore:
 
 
 def read_stores(
-    stores: Sequence[ObservationStore],
-    rows: NDArray[np.integer[Any]],
-    envs: NDArray[np.integer[Any]],
-    out: NDArray[Any] | None = None,
+    stores: Sequence[ObservationStore], rows: NDArray[np.integer[Any]], envs: NDArray[np.integer[Any]]
 ) -> NDArray[Any]:
     """Gathers the same places of stores that share their chunks, decoding each chunk once.
 
@@ -440,31 +452,70 @@ def read_stores(
         stores: A store and its twins.
         rows: Rows, an array of any shape.
         envs: Environments, of the same shape.
-        out: Where to write, C-contiguous, with the stacked axis first; or ``None`` for a new array.
 
     Returns:
-        An array ``(len(stores), *rows.shape, *observation)``.
+        A new array ``(len(stores), *rows.shape, *observation)``.
     """
     slicing, streams = stores[0]._slicing, stores[0]._streams
-    if out is None:
-        out = np.empty((len(stores), *rows.shape, *slicing.moved), slicing.dtype)
-    flat = out.reshape(-1).view(np.uint8) if out.size else np.empty(0, np.uint8)
+    out = np.empty((len(stores), *rows.shape, *slicing.moved), slicing.dtype)
+    if not out.size:
+        return slicing.join(out)
+    flat = out.reshape(-1).view(np.uint8)
     wanted: dict[Chunk, list[Piece]] = {}
     environments = envs.ravel().tolist()
-    to, nbytes = 0, slicing.nbytes
+    to = 0
     for store in stores:
-        references = store._references[rows, envs].ravel().tolist()
-        for reference, env in zip(references, environments, strict=True):
+        for reference, env in zip(store._references[rows, envs].ravel().tolist(), environments, strict=True):
             if reference >= 0:
-                streams[env].locate(reference, to, wanted)
+                streams[env].locate(reference, slicing.count, to, wanted)
             elif reference == _EMPTY:
-                flat[to : to + nbytes] = 0
+                flat[to : to + slicing.nbytes] = 0
             else:
-                streams[env].locate(store._odd[reference], to, wanted)
-            to += nbytes
-    if nbytes:
-        read_pieces(wanted.items(), flat.data)
+                for i, number in enumerate(store._odd[reference]):
+                    streams[env].locate(number, 1, to + i * slicing.slice_nbytes, wanted)
+            to += slicing.nbytes
+    read_pieces(wanted.items(), flat.data)
     return slicing.join(out)
+
+
+def read_pair(
+    store: ObservationStore,
+    twin: ObservationStore,
+    rows: NDArray[np.integer[Any]],
+    envs: NDArray[np.integer[Any]],
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Gathers observations and next observations, decoding each chunk once.
+
+    Where each next observation is the observation moved on by the same slices, as in most batches of stacks, both are
+    views of one array, and what they share is written once: copy them before writing to them.
+
+    Args:
+        store: The observations.
+        twin: The next observations.
+        rows: Rows, an array of any shape.
+        envs: Environments, of the same shape.
+
+    Returns:
+        Two arrays ``(*rows.shape, *observation)``.
+    """
+    slicing, streams = store._slicing, store._streams
+    ours, theirs = store._references[rows, envs].ravel(), twin._references[rows, envs].ravel()
+    shift = int(theirs[0] - ours[0]) if ours.size else 0
+    if shift not in _SHIFTS[1:] or (ours < 0).any() or (theirs - ours != shift).any():
+        observations, next_observations = read_stores([store, twin], rows, envs)
+        return observations, next_observations
+    count = slicing.count + shift
+    moved = (slicing.slice_shape[0] * count, *slicing.moved[1:])
+    out = np.empty((ours.size, *moved), slicing.dtype)
+    wanted: dict[Chunk, list[Piece]] = {}
+    nbytes = count * slicing.slice_nbytes
+    for i, (reference, env) in enumerate(zip(ours.tolist(), envs.ravel().tolist(), strict=True)):
+        streams[env].locate(reference, count, i * nbytes, wanted)
+    read_pieces(wanted.items(), out.reshape(-1).view(np.uint8).data)
+    apart = shift * slicing.slice_shape[0]
+    views = out[:, : slicing.moved[0]], out[:, apart:]
+    first, second = (slicing.join(view.reshape(*rows.shape, *slicing.moved)) for view in views)
+    return first, second
 
 
 def make_store(
