@@ -1,7 +1,7 @@
 """Stable-Baselines3's buffers with compressed observations: thin, they hold stores where SB3 holds arrays.
 
-Hand them to an algorithm as ``replay_buffer_class=`` or ``rollout_buffer_class=``. They draw from ``np.random`` in
-SB3's order, so every batch, and all that is trained on it, equals SB3's own.
+Hand them to an algorithm as ``replay_buffer_class=`` or ``rollout_buffer_class=``. They draw from
+``np.random`` in SB3's order, so every batch, and all that is trained on it, equals SB3's own.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ class CompressedReplayBuffer(buffers.ReplayBuffer):
 
     All is as in :class:`stable_baselines3.common.buffers.ReplayBuffer`, with these differences:
 
-    - ``next_observations`` are kept as they came, so ``optimize_memory_usage`` changes nothing that is stored and goes
-      together with ``handle_timeout_termination``. With it, rows are drawn as SB3 draws them: never the one at ``pos``.
-    - An observation of a wrong shape, or of a dtype that does not cast, is a ValueError, and the buffer is as it was.
+    - ``next_observations`` are kept as they came, so ``optimize_memory_usage`` changes nothing that is stored
+    and goes
+      together with ``handle_timeout_termination``. With it, rows are drawn as SB3 draws them: never the one
+      at ``pos``.
+    - An observation of a wrong shape, or of a dtype that does not cast, is a ValueError, and the buffer is as
+    it was.
 
     Args:
         buffer_size: How many transitions are kept, of all environments together.
@@ -44,7 +47,8 @@ class CompressedReplayBuffer(buffers.ReplayBuffer):
         device: Where samples go.
         n_envs: The number of environments.
         optimize_memory_usage: See above.
-        handle_timeout_termination: Whether ``"TimeLimit.truncated"`` in the infos makes a done no termination.
+        handle_timeout_termination: Whether ``"TimeLimit.truncated"`` in the infos makes a done no
+            termination.
         stack_size: How many frames an observation stacks, or ``"auto"``; see
             :class:`gym_compress.replay.store.ObservationStore`.
         stack_axis: The axis along which they are stacked.
@@ -99,16 +103,9 @@ class CompressedReplayBuffer(buffers.ReplayBuffer):
     def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> ReplayBufferSamples:
         rows, envs = batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
         obs, next_obs = _read(self.observations, self.next_observations, rows, envs)
-        dones = self.dones[rows, envs] * (1 - self.timeouts[rows, envs])
-        rewards = self._normalize_reward(self.rewards[rows, envs].reshape(-1, 1), env)
-        data = (
-            self._normalize_obs(obs, env),
-            self.actions[rows, envs],
-            self._normalize_obs(next_obs, env),
-            dones.reshape(-1, 1),
-            rewards,
-        )
-        return ReplayBufferSamples(*[self.to_torch(array, copy=False) for array in data])
+        actions, dones, rewards = _scalars(self, rows, envs, env)
+        data = self._normalize_obs(obs, env), actions, self._normalize_obs(next_obs, env), dones, rewards
+        return ReplayBufferSamples(*[_tensor(self, array) for array in data])
 
 
 class CompressedNStepReplayBuffer(CompressedReplayBuffer, buffers.NStepReplayBuffer):
@@ -117,7 +114,9 @@ class CompressedNStepReplayBuffer(CompressedReplayBuffer, buffers.NStepReplayBuf
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.optimize_memory_usage:
-            raise NotImplementedError("CompressedNStepReplayBuffer doesn't support optimize_memory_usage=True")
+            raise NotImplementedError(
+                "CompressedNStepReplayBuffer doesn't support optimize_memory_usage=True"
+            )
 
     _get_samples = buffers.NStepReplayBuffer._get_samples
 
@@ -169,20 +168,22 @@ class CompressedDictReplayBuffer(buffers.DictReplayBuffer):
 
     def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> DictReplayBufferSamples:
         rows, envs = batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        pairs = {key: _read(store, self.next_observations[key], rows, envs) for key, store in self.observations.items()}
+        pairs = {
+            key: _read(store, self.next_observations[key], rows, envs)
+            for key, store in self.observations.items()
+        }
         obs, next_obs = ({key: pair[i] for key, pair in pairs.items()} for i in (0, 1))
-        dones = self.dones[rows, envs] * (1 - self.timeouts[rows, envs])
-        rewards = self._normalize_reward(self.rewards[rows, envs].reshape(-1, 1), env)
+        actions, dones, rewards = (_tensor(self, array) for array in _scalars(self, rows, envs, env))
         return DictReplayBufferSamples(
             observations=self._tensors(self._normalize_obs(obs, env)),
-            actions=self.to_torch(self.actions[rows, envs], copy=False),
+            actions=actions,
             next_observations=self._tensors(self._normalize_obs(next_obs, env)),
-            dones=self.to_torch(dones.reshape(-1, 1), copy=False),
-            rewards=self.to_torch(rewards, copy=False),
+            dones=dones,
+            rewards=rewards,
         )
 
     def _tensors(self, arrays: Any) -> dict[str, torch.Tensor]:
-        return {key: self.to_torch(array, copy=False) for key, array in arrays.items()}
+        return {key: _tensor(self, array) for key, array in arrays.items()}
 
 
 class _CompressedRollout:
@@ -288,3 +289,17 @@ def _add_scalars(buffer: Any, reward: Any, done: Any, infos: Any) -> None:
         buffer.timeouts[row] = [info.get("TimeLimit.truncated", False) for info in infos]
     buffer.pos = (row + 1) % buffer.buffer_size
     buffer.full |= buffer.pos == 0
+
+
+def _scalars(buffer: Any, rows: Any, envs: Any, env: VecNormalize | None) -> tuple[Any, Any, Any]:
+    """Actions, dones that are no timeouts, and rewards, each with an axis for the batch and one more."""
+    index = rows * buffer.n_envs + envs
+    dones = buffer.dones.take(index) * (1 - buffer.timeouts.take(index))
+    rewards = buffer._normalize_reward(buffer.rewards.take(index)[:, None], env)
+    actions = buffer.actions.reshape(-1, buffer.actions.shape[2]).take(index, axis=0)
+    return actions, dones[:, None], rewards
+
+
+def _tensor(buffer: Any, array: Any) -> torch.Tensor:
+    """A tensor over the memory of an array, which nobody else holds; a copy of it on another device."""
+    return torch.from_numpy(array).to(buffer.device)

@@ -22,11 +22,12 @@ class ReplaySamples(NamedTuple):
     """A batch of transitions: torch tensors on the buffer's device, or NumPy arrays if it has none.
 
     Attributes:
-        observations: ``(batch_size, *observation)``, of the space's dtype; a dict or tuple of these for such a space.
+        observations: ``(batch_size, *observation)``, of the space's dtype; a dict or tuple of these for such
+            a space.
         actions: ``(batch_size, action_dim)``.
         next_observations: As ``observations``.
-        dones: ``(batch_size, 1)`` float32: 1 where the episode terminated, 0 also where a time limit ended it if the
-            buffer handles timeouts.
+        dones: ``(batch_size, 1)`` float32: 1 where the episode terminated, 0 also where a time limit ended it
+            if the buffer handles timeouts.
         rewards: ``(batch_size, 1)`` float32.
     """
 
@@ -40,29 +41,33 @@ class ReplaySamples(NamedTuple):
 class CompressedReplayBuffer:
     """Replay memory that keeps its observations compressed; the place of SB3's and CleanRL's ``ReplayBuffer``.
 
-    Call it as you call theirs. Frames that observations share are kept once, neighbouring frames are compressed
-    against each other, and ``next_obs`` is right after a termination and a truncation alike. Observations that
-    :class:`gym_compress.CompressedFrameStack` compressed are taken over as they are.
+    Call it as you call theirs. Frames that observations share are kept once, neighbouring frames are
+    compressed against each other, and ``next_obs`` is right after a termination and a truncation alike.
+    Observations that :class:`gym_compress.CompressedFrameStack` compressed are taken over as they are.
 
     One thread may add while others sample.
 
     Args:
         buffer_size: How many transitions are kept, of all environments together.
-        observation_space: The space of one observation: Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple.
+        observation_space: The space of one observation: Box, Discrete, MultiDiscrete, MultiBinary, Dict or
+            Tuple.
         action_space: The space of one action.
-        device: Where samples go: a torch device or its name, ``"auto"`` for CUDA if there is, the CPU if there is only
-            torch, and NumPy arrays if there is no torch, or ``None`` for NumPy arrays.
+        device: Where samples go: a torch device or its name, ``"auto"`` for CUDA if there is, the CPU if
+            there is only torch, and NumPy arrays if there is no torch, or ``None`` for NumPy arrays.
         n_envs: How many environments each call of :meth:`add` serves.
         optimize_memory_usage: Taken for the signature's sake; nothing is stored differently.
-        handle_timeout_termination: Whether ``"TimeLimit.truncated"`` in the infos makes a done no termination.
-        stack_size: How many frames an observation stacks, or ``"auto"`` to find out; see :class:`ObservationStore`.
+        handle_timeout_termination: Whether ``"TimeLimit.truncated"`` in the infos makes a done no
+            termination.
+        stack_size: How many frames an observation stacks, or ``"auto"`` to find out; see
+            :class:`ObservationStore`.
         stack_axis: The axis along which they are stacked.
         codec: A :class:`gym_compress.Codec`, its string, or ``"auto"``.
         frames_per_chunk: Frames compressed together, or ``None`` to choose by their size.
         seed: Seeds the generator that draws samples.
 
     Raises:
-        ValueError: If ``buffer_size`` or ``n_envs`` is below 1, or an argument does not suit the observation space.
+        ValueError: If ``buffer_size`` or ``n_envs`` is below 1, or an argument does not suit the observation
+            space.
         TypeError: If a space is of another kind.
     """
 
@@ -123,8 +128,8 @@ class CompressedReplayBuffer:
             infos: A list of ``n_envs`` dicts, or one dict of arrays as Gymnasium's vector environments give.
 
         Raises:
-            ValueError: If something has another shape or number, or an observation's dtype does not cast to the
-                space's by NumPy's ``same_kind``. The buffer is as it was then.
+            ValueError: If something has another shape or number, or an observation's dtype does not cast to
+                the space's by NumPy's ``same_kind``. The buffer is as it was then.
         """
         n_envs, row = self.n_envs, self.pos
         obs = map_leaves(self._fitted, self.observations, self._by_leaf(obs))
@@ -265,8 +270,8 @@ class CompressedReplayBuffer:
     def sample_sequences(self, batch_size: int, length: int) -> ReplaySamples:
         """Draws runs of transitions that follow each other, uniformly over all places where one can begin.
 
-        A run lies in one environment and one episode. An episode ends with a done, and where an observation is not
-        the ``next_obs`` before it.
+        A run lies in one environment and one episode. An episode ends with a done, and where an observation
+        is not the ``next_obs`` before it.
 
         Args:
             batch_size: How many runs.

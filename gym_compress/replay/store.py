@@ -32,7 +32,8 @@ def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[A
     """A batch of one observation an environment as it can be written; see :func:`gym_compress.chunk.fit`.
 
     Returns:
-        An array ``(n_envs, *shape)`` of the dtype; or a list, if the batch is one with compressed observations.
+        An array ``(n_envs, *shape)`` of the dtype; or a list, if the batch is one with compressed
+        observations.
 
     Raises:
         ValueError: If there are more or fewer observations, or one does not fit.
@@ -51,14 +52,14 @@ def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[A
 class Slicing:
     """How observations of one shape are taken apart into slices along an axis.
 
-    A slice is what is compared with slices before it and written once. A stack of grey frames has a slice a frame, a
-    stack of RGB frames along channels three; an observation that is no stack may be one slice.
+    A slice is what is compared with slices before it and written once. A stack of grey frames has a slice a
+    frame, a stack of RGB frames along channels three; an observation that is no stack may be one slice.
 
     Args:
         shape: The shape of an observation.
         dtype: Its dtype.
-        stack_size: How many frames an observation stacks, 1 for none, or ``"auto"`` to take each entry of the first
-            axis for a slice if there are few.
+        stack_size: How many frames an observation stacks, 1 for none, or ``"auto"`` to take each entry of the
+            first axis for a slice if there are few.
         stack_axis: The axis along which frames are stacked.
 
     Raises:
@@ -149,12 +150,12 @@ class Stream:
 
         Args:
             observation: An array, or a compressed observation.
-            moves: Whether it is likely to have moved on from the newest one, or to be the same. Where all frames are
-                alike both are true, and what comes regularly is read faster.
+            moves: Whether it is likely to have moved on from the newest one, or to be the same. Where all
+                frames are alike both are true, and what comes regularly is read faster.
 
         Returns:
-            A reference: the number of the first slice if the others follow it, which is nearly always so; else the
-            numbers of all.
+            A reference: the number of the first slice if the others follow it, which is nearly always so;
+            else the numbers of all.
         """
         written, written_first = self._own, self._own_first
         numbers = self._adopt(observation) if isinstance(observation, CompressedObservation) else None
@@ -298,12 +299,12 @@ def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
 class ObservationStore:
     """Observations of several environments in a ring of rows, in the place of a NumPy array.
 
-    ``store[row] = batch`` writes one row, ``store[rows, envs]`` gathers. What stands in chunks is decoded as it is
-    read; what was never written reads as zeros, as in the array that it stands for.
+    ``store[row] = batch`` writes one row, ``store[rows, envs]`` gathers. What stands in chunks is decoded as
+    it is read; what was never written reads as zeros, as in the array that it stands for.
 
-    Slices that an observation shares with the one that its environment wrote before are kept once; that is found
-    by comparison, so a wrong ``stack_size`` costs memory and never a wrong value. Observations that wrappers
-    compressed already are taken over with their chunks.
+    Slices that an observation shares with the one that its environment wrote before are kept once; that is
+    found by comparison, so a wrong ``stack_size`` costs memory and never a wrong value. Observations that
+    wrappers compressed already are taken over with their chunks.
 
     Args:
         rows: The number of rows.
@@ -420,8 +421,8 @@ class ObservationStore:
     def __getitem__(self, key: Any) -> NDArray[Any]:
         """Gathers ``store[rows, envs]``, indices that NumPy broadcasts against each other.
 
-        A slice of everything (``:``, ``...``) may follow, as it may for the array. With ``store[row]`` alone, or
-        ``store[row, :]``, all environments are meant.
+        A slice of everything (``:``, ``...``) may follow, as it may for the array. With ``store[row]`` alone,
+        or ``store[row, :]``, all environments are meant.
         """
         key = key if isinstance(key, tuple) else (key,)
         index = np.arange(self._references.size).reshape(self._references.shape)[key[:2]]
@@ -486,8 +487,8 @@ def read_pair(
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Gathers observations and next observations, decoding each chunk once.
 
-    Where each next observation is the observation moved on by the same slices, as in most batches of stacks, both are
-    views of one array, and what they share is written once: copy them before writing to them.
+    Where each next observation is the observation moved on by the same slices, as in most batches of stacks,
+    both are views of one array, and what they share is written once: copy them before writing to them.
 
     Args:
         store: The observations.
@@ -501,7 +502,7 @@ def read_pair(
     slicing, streams = store._slicing, store._streams
     ours, theirs = store._references[rows, envs].ravel(), twin._references[rows, envs].ravel()
     shift = int(theirs[0] - ours[0]) if ours.size else 0
-    if shift not in _SHIFTS[1:] or (ours < 0).any() or (theirs - ours != shift).any():
+    if shift not in _SHIFTS[1:] or ours.min() < 0 or (theirs - ours != shift).any():
         observations, next_observations = read_stores([store, twin], rows, envs)
         return observations, next_observations
     count = slicing.count + shift
