@@ -16,7 +16,8 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from gym_compress.codec import Codec
-from gym_compress.replay.store import ObservationStore, fit_batch, make_store, read_pair
+from gym_compress.replay.buffer import transition_arrays
+from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair
 from gym_compress.tree import map_leaves
 
 __all__ = [
@@ -95,14 +96,14 @@ class CompressedReplayBuffer(buffers.ReplayBuffer):
         row = self.pos
         obs = _fitted(self.observations, obs)
         next_obs = _fitted(self.next_observations, next_obs)
-        self.actions[row] = np.asarray(action).reshape(self.n_envs, self.action_dim)
+        rest = transition_arrays(self, action, reward, done, infos)
         self.observations[row] = obs
         self.next_observations[row] = next_obs
-        _add_scalars(self, reward, done, infos)
+        _finish_row(self, rest)
 
     def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> ReplayBufferSamples:
-        rows, envs = batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        obs, next_obs = _read(self.observations, self.next_observations, rows, envs)
+        rows, envs = batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))  # noqa: NPY002
+        obs, next_obs = read_pair(self.observations, self.next_observations, rows, envs)
         actions, dones, rewards = _scalars(self, rows, envs, env)
         data = self._normalize_obs(obs, env), actions, self._normalize_obs(next_obs, env), dones, rewards
         return ReplayBufferSamples(*[_tensor(self, array) for array in data])
@@ -160,16 +161,18 @@ class CompressedDictReplayBuffer(buffers.DictReplayBuffer):
         row = self.pos
         obs = {key: _fitted(store, obs[key]) for key, store in self.observations.items()}
         next_obs = {key: _fitted(store, next_obs[key]) for key, store in self.next_observations.items()}
-        self.actions[row] = np.asarray(action).reshape(self.n_envs, self.action_dim)
+        rest = transition_arrays(self, action, reward, done, infos)
         for key in obs:
             self.observations[key][row] = obs[key]
             self.next_observations[key][row] = next_obs[key]
-        _add_scalars(self, reward, done, infos)
+        _finish_row(self, rest)
 
-    def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> DictReplayBufferSamples:
-        rows, envs = batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+    def _get_samples(  # type: ignore[override]
+        self, batch_inds: Any, env: VecNormalize | None = None
+    ) -> DictReplayBufferSamples:
+        rows, envs = batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))  # noqa: NPY002
         pairs = {
-            key: _read(store, self.next_observations[key], rows, envs)
+            key: read_pair(store, self.next_observations[key], rows, envs)
             for key, store in self.observations.items()
         }
         obs, next_obs = ({key: pair[i] for key, pair in pairs.items()} for i in (0, 1))
@@ -188,6 +191,8 @@ class CompressedDictReplayBuffer(buffers.DictReplayBuffer):
 
 class _CompressedRollout:
     """What the rollout buffers have in common: stores in the place of arrays, made anew for each rollout."""
+
+    buffer_size: int
 
     def __init__(
         self,
@@ -245,9 +250,8 @@ def _replace(buffer: Any, rows: int, compression: dict[str, Any]) -> None:
     """Gives a buffer of one row, as SB3 made it, all its rows, and stores where images are kept."""
     space, shape = buffer.observation_space, buffer.obs_shape
     buffer.buffer_size = rows
-    buffer.observations = {}
     for name, value in list(vars(buffer).items()):
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and "observations" not in name:
             setattr(buffer, name, np.zeros((rows, *value.shape[1:]), value.dtype))
 
     def store(leaf: spaces.Space[Any], leaf_shape: tuple[int, ...]) -> Any:
@@ -261,32 +265,19 @@ def _replace(buffer: Any, rows: int, compression: dict[str, Any]) -> None:
     else:
         buffer.observations = store(space, shape)
     if hasattr(buffer, "next_observations"):
-        buffer.next_observations = map_leaves(_twin, buffer.observations)
-
-
-def _twin(store: Any) -> Any:
-    return store.twin() if isinstance(store, ObservationStore) else np.zeros_like(store)
+        buffer.next_observations = map_leaves(make_twin, buffer.observations)
 
 
 def _fitted(store: Any, batch: Any) -> Any:
-    """A batch as it can be written to a store or array; a batch of numbers gains the axis that SB3 gives them."""
+    """A batch as it can be written; a batch of numbers gains the axis that SB3 gives them."""
     if isinstance(store, np.ndarray) and np.size(batch) == np.prod(store.shape[1:]):
         batch = np.asarray(batch).reshape(store.shape[1:])
     return fit_batch(batch, store.shape[1], store.shape[2:], store.dtype)
 
 
-def _read(store: Any, twin: Any, rows: Any, envs: Any) -> Any:
-    if isinstance(store, ObservationStore):
-        return read_pair(store, twin, rows, envs)
-    return store[rows, envs], twin[rows, envs]
-
-
-def _add_scalars(buffer: Any, reward: Any, done: Any, infos: Any) -> None:
+def _finish_row(buffer: Any, rest: tuple[Any, Any, Any, Any]) -> None:
     row = buffer.pos
-    buffer.rewards[row] = np.asarray(reward)
-    buffer.dones[row] = np.asarray(done)
-    if buffer.handle_timeout_termination:
-        buffer.timeouts[row] = [info.get("TimeLimit.truncated", False) for info in infos]
+    buffer.actions[row], buffer.rewards[row], buffer.dones[row], buffer.timeouts[row] = rest
     buffer.pos = (row + 1) % buffer.buffer_size
     buffer.full |= buffer.pos == 0
 

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from gym_compress.codec import Codec
-from gym_compress.replay.store import ObservationStore, fit_batch, make_store, read_pair
+from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair
 from gym_compress.tree import map_leaves, map_space
 
 __all__ = ["CompressedReplayBuffer", "ReplaySamples"]
@@ -39,7 +39,7 @@ class ReplaySamples(NamedTuple):
 
 
 class CompressedReplayBuffer:
-    """Replay memory that keeps its observations compressed; the place of SB3's and CleanRL's ``ReplayBuffer``.
+    """Replay memory with compressed observations, in the place of SB3's and CleanRL's ``ReplayBuffer``.
 
     Call it as you call theirs. Frames that observations share are kept once, neighbouring frames are
     compressed against each other, and ``next_obs`` is right after a termination and a truncation alike.
@@ -100,11 +100,10 @@ class CompressedReplayBuffer:
         self.full = False
 
         rows = (self.buffer_size, n_envs)
-        kwargs: dict[str, Any] = {
-            "stack_size": stack_size, "stack_axis": stack_axis, "codec": codec, "frames_per_chunk": frames_per_chunk
-        }  # fmt: skip
+        kwargs: dict[str, Any] = {"stack_size": stack_size, "stack_axis": stack_axis}
+        kwargs |= {"codec": codec, "frames_per_chunk": frames_per_chunk}
         self.observations = map_space(lambda leaf: make_store(*rows, leaf, **kwargs), observation_space)
-        self.next_observations = map_leaves(_twin, self.observations)
+        self.next_observations = map_leaves(make_twin, self.observations)
         self.actions = np.zeros((*rows, _action_dim(action_space)), _action_dtype(action_space))
         self.rewards = np.zeros(rows, np.float32)
         self.dones = np.zeros(rows, np.float32)
@@ -131,12 +130,10 @@ class CompressedReplayBuffer:
             ValueError: If something has another shape or number, or an observation's dtype does not cast to
                 the space's by NumPy's ``same_kind``. The buffer is as it was then.
         """
-        n_envs, row = self.n_envs, self.pos
+        row = self.pos
         obs = map_leaves(self._fitted, self.observations, self._by_leaf(obs))
         next_obs = map_leaves(self._fitted, self.next_observations, self._by_leaf(next_obs))
-        actions = np.asarray(action).reshape(n_envs, self.actions.shape[2])
-        rewards, dones = np.asarray(reward).reshape(n_envs), np.asarray(done).reshape(n_envs)
-        timeouts = _timeouts(infos, n_envs) if self.handle_timeout_termination else 0
+        rest = transition_arrays(self, action, reward, done, infos)
 
         def write(store: Any, batch: Any) -> None:
             store[row] = batch
@@ -144,8 +141,7 @@ class CompressedReplayBuffer:
         with self._lock:
             map_leaves(write, self.observations, obs)
             map_leaves(write, self.next_observations, next_obs)
-            self.actions[row], self.rewards[row], self.dones[row] = actions, rewards, dones
-            self.timeouts[row] = timeouts
+            self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
             self._ends[row] = self.dones[row] != 0
             before = (row - 1) % self.buffer_size
             if self.size() and before != row:
@@ -177,7 +173,7 @@ class CompressedReplayBuffer:
         return follow
 
     def extend(self, *args: Any) -> None:
-        """Stores several calls' worth of transitions: each argument of :meth:`add` with an axis more in front."""
+        """Stores several transitions of each environment: :meth:`add`'s arguments with an axis in front."""
         for transition in zip(*args, strict=True):
             self.add(*transition)
 
@@ -309,15 +305,13 @@ class CompressedReplayBuffer:
             runs = end_of - steps + 1
             starts = np.flatnonzero(runs >= length)
             self._known_starts = key, (starts, int(runs.max(initial=0)))
-        return self._known_starts[1]
+        starts, longest = self._known_starts[1]
+        return starts, longest
 
     def _samples(self, rows: NDArray[Any], envs: NDArray[Any], env: Any = None) -> ReplaySamples:
-        def leaf(store: Any, twin: Any) -> Any:
-            if isinstance(store, ObservationStore):
-                return read_pair(store, twin, rows, envs)
-            return store[rows, envs], twin[rows, envs]
-
-        pairs = map_leaves(leaf, self.observations, self.next_observations)
+        pairs = map_leaves(
+            lambda store, twin: read_pair(store, twin, rows, envs), self.observations, self.next_observations
+        )
         obs, next_obs = (map_leaves(lambda _, pair, i=i: pair[i], self.observations, pairs) for i in (0, 1))
         rewards = self.rewards[rows, envs][..., None]
         if env is not None:
@@ -342,22 +336,39 @@ class CompressedReplayBuffer:
         self._lock = threading.Lock()
 
 
-def _twin(store: Any) -> Any:
-    return store.twin() if isinstance(store, ObservationStore) else np.zeros_like(store)
-
-
 def _check_batch_size(batch_size: int) -> None:
     if operator.index(batch_size) < 1:
         raise ValueError(f"batch_size is expected to be at least 1, actual value: {batch_size}")
 
 
-def _timeouts(infos: Any, n_envs: int) -> Any:
-    """Whether a time limit ended the episode, for each environment."""
-    if isinstance(infos, Mapping):
-        return np.broadcast_to(np.asarray(infos.get("TimeLimit.truncated", False), np.bool_), n_envs)
-    if len(infos) != n_envs:
-        raise ValueError(f"Expected {n_envs} infos, one an environment, got {len(infos)}")
-    return [info.get("TimeLimit.truncated", False) for info in infos]
+def transition_arrays(
+    buffer: Any, action: Any, reward: Any, done: Any, infos: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Actions, rewards, dones and timeouts of one row, as arrays of the shapes that a buffer keeps.
+
+    Raises:
+        ValueError: If one is of another number of environments.
+    """
+    n_envs = buffer.n_envs
+    if not buffer.handle_timeout_termination:
+        timeouts: Any = np.zeros(n_envs)
+    elif isinstance(infos, Mapping):
+        timeouts = np.broadcast_to(np.asarray(infos.get("TimeLimit.truncated", False), np.bool_), n_envs)
+    else:
+        timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
+    return (
+        _shaped(action, buffer.actions.shape[1:], "actions"),
+        _shaped(reward, (n_envs,), "rewards"),
+        _shaped(done, (n_envs,), "dones"),
+        _shaped(timeouts, (n_envs,), "infos"),
+    )
+
+
+def _shaped(values: Any, shape: tuple[int, ...], name: str) -> NDArray[Any]:
+    array = np.asarray(values)
+    if array.size != np.prod(shape):
+        raise ValueError(f"Expected {name} of {shape[0]} environments, {shape}, got shape {array.shape}")
+    return array.reshape(shape)
 
 
 def _action_dim(space: spaces.Space[Any]) -> int:

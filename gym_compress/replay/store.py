@@ -18,7 +18,7 @@ from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
 from gym_compress.observation import CompressedObservation
 from gym_compress.stream import worth_compressing
 
-__all__ = ["ObservationStore", "fit_batch", "make_store", "read_pair", "read_stores"]
+__all__ = ["ObservationStore", "fit_batch", "make_store", "make_twin", "read_pair", "read_stores"]
 
 # Along an axis of at most this many entries, "auto" looks for frames that were stacked.
 _MOST_SLICES = 16
@@ -28,7 +28,7 @@ _SHIFTS = (0, 1, 3)
 _EMPTY, _ODD = -1, -2
 
 
-def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Sequence[Any]:
+def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """A batch of one observation an environment as it can be written; see :func:`gym_compress.chunk.fit`.
 
     Returns:
@@ -429,7 +429,8 @@ class ObservationStore:
         if any(part not in (slice(None), Ellipsis) for part in key[2:]):
             raise IndexError(f"A store is indexed by rows and environments, got {key}")
         rows, envs = np.divmod(index, self._references.shape[1])
-        return read_stores([self], rows, envs)[0]
+        (gathered,) = read_stores([self], rows, envs)
+        return gathered
 
 
 class FlatStore:
@@ -441,12 +442,13 @@ class FlatStore:
     def __getitem__(self, indices: NDArray[np.integer[Any]]) -> NDArray[Any]:
         """Gathers ``[indices]``; an index is ``env * rows + row``."""
         envs, rows = np.divmod(np.asarray(indices), len(self._store))
-        return read_stores([self._store], rows, envs)[0]
+        (gathered,) = read_stores([self._store], rows, envs)
+        return gathered
 
 
 def read_stores(
     stores: Sequence[ObservationStore], rows: NDArray[np.integer[Any]], envs: NDArray[np.integer[Any]]
-) -> NDArray[Any]:
+) -> list[NDArray[Any]]:
     """Gathers the same places of stores that share their chunks, decoding each chunk once.
 
     Args:
@@ -455,12 +457,12 @@ def read_stores(
         envs: Environments, of the same shape.
 
     Returns:
-        A new array ``(len(stores), *rows.shape, *observation)``.
+        For each store a new array ``(*rows.shape, *observation)``.
     """
     slicing, streams = stores[0]._slicing, stores[0]._streams
     out = np.empty((len(stores), *rows.shape, *slicing.moved), slicing.dtype)
     if not out.size:
-        return slicing.join(out)
+        return list(slicing.join(out))
     flat = out.reshape(-1).view(np.uint8)
     wanted: dict[Chunk, list[Piece]] = {}
     environments = envs.ravel().tolist()
@@ -476,14 +478,11 @@ def read_stores(
                     streams[env].locate(number, 1, to + i * slicing.slice_nbytes, wanted)
             to += slicing.nbytes
     read_pieces(wanted.items(), flat.data)
-    return slicing.join(out)
+    return list(slicing.join(out))
 
 
 def read_pair(
-    store: ObservationStore,
-    twin: ObservationStore,
-    rows: NDArray[np.integer[Any]],
-    envs: NDArray[np.integer[Any]],
+    store: Any, twin: Any, rows: NDArray[np.integer[Any]], envs: NDArray[np.integer[Any]]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Gathers observations and next observations, decoding each chunk once.
 
@@ -491,14 +490,16 @@ def read_pair(
     both are views of one array, and what they share is written once: copy them before writing to them.
 
     Args:
-        store: The observations.
-        twin: The next observations.
+        store: The observations: a store, or an array.
+        twin: The next observations: its twin, or an array.
         rows: Rows, an array of any shape.
         envs: Environments, of the same shape.
 
     Returns:
         Two arrays ``(*rows.shape, *observation)``.
     """
+    if not isinstance(store, ObservationStore):
+        return store[rows, envs], twin[rows, envs]
     slicing, streams = store._slicing, store._streams
     ours, theirs = store._references[rows, envs].ravel(), twin._references[rows, envs].ravel()
     shift = int(theirs[0] - ours[0]) if ours.size else 0
@@ -532,3 +533,8 @@ def make_store(
     if space.shape is None or space.dtype is None:
         raise TypeError(f"Expected a space of arrays of a fixed shape, actual: {space}")
     return np.zeros((rows, n_envs, *space.shape), space.dtype)
+
+
+def make_twin(store: Any) -> Any:
+    """What keeps the next observations of a leaf beside its observations."""
+    return store.twin() if isinstance(store, ObservationStore) else np.zeros_like(store)

@@ -1,0 +1,289 @@
+"""The SB3 buffers against SB3's own: every batch alike, with the same random numbers."""
+
+import pickle
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+sb3 = pytest.importorskip("stable_baselines3")
+import torch  # noqa: E402
+from stable_baselines3.common import buffers  # noqa: E402
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize  # noqa: E402
+
+import gym_compress.sb3 as ours  # noqa: E402
+from gym_compress.replay.store import ObservationStore  # noqa: E402
+from tests.envs import MovingSquare, assert_same  # noqa: E402
+
+STACKS = spaces.Box(0, 255, (4, 20, 18), np.uint8)
+IMAGE = spaces.Box(0, 255, (3, 24, 24), np.uint8)
+VECTOR = spaces.Box(-np.inf, np.inf, (5,), np.float32)
+DICT = spaces.Dict(image=IMAGE, vector=VECTOR, number=spaces.Discrete(4))
+SPACES = {"stacks": STACKS, "image": IMAGE, "vector": VECTOR}
+SPACES |= {"number": spaces.Discrete(7), "bits": spaces.MultiBinary(6)}
+DISCRETE = spaces.Discrete(6)
+CONTINUOUS = spaces.Box(-1, 1, (2, 2), np.float64)
+
+
+class Transitions:
+    """Episodes of several environments, ended by a termination or a time limit, with repeats and strangers."""
+
+    def __init__(self, space, actions, n_envs, seed=0):
+        self.space, self.actions, self.n_envs = space, actions, n_envs
+        self.rng = np.random.default_rng(seed)
+        space.seed(seed), actions.seed(seed)
+        self.obs = [self._draw() for _ in range(n_envs)]
+
+    def _draw(self):
+        return self.space.sample()
+
+    def _following(self, obs):
+        luck = self.rng.random()
+        if luck < 0.1:
+            return obs
+        if self.space is STACKS and luck < 0.9:
+            return np.concatenate([obs[1:], self._draw()[:1]])
+        return self._draw()
+
+    def _batch(self, observations):
+        if isinstance(self.space, spaces.Dict):
+            return {key: np.stack([obs[key] for obs in observations]) for key in self.space}
+        return np.stack(observations)
+
+    def __call__(self):
+        following = [self._following(obs) for obs in self.obs]
+        dones = self.rng.random(self.n_envs) < 0.1
+        infos = [{"TimeLimit.truncated": bool(done and self.rng.random() < 0.5)} for done in dones]
+        actions = np.stack([self.actions.sample() for _ in range(self.n_envs)])
+        rewards = self.rng.normal(size=self.n_envs)
+        step = self._batch(self.obs), self._batch(following), actions, rewards, dones, infos
+        self.obs = [self._draw() if done else obs for obs, done in zip(following, dones, strict=True)]
+        return step
+
+
+def arrays(samples):
+    return {
+        name: {key: part.numpy() for key, part in value.items()} if isinstance(value, dict) else value.numpy()
+        for name, value in samples._asdict().items()
+        if value is not None
+    }
+
+
+def assert_equal_batches(one, other, batches=12, batch_size=13, **kwargs):
+    for seed in range(batches):
+        np.random.seed(seed)
+        mine = arrays(one.sample(batch_size, **kwargs))
+        state = np.random.get_state()[1].copy()
+        np.random.seed(seed)
+        assert_same(mine, arrays(other.sample(batch_size, **kwargs)))
+        assert (np.random.get_state()[1] == state).all()
+
+
+def run(one, other, transitions, steps):
+    for _ in range(steps):
+        step = transitions()
+        for buffer in (one, other):
+            buffer.add(*[dict(part) if isinstance(part, dict) else part for part in step])
+    assert (one.size(), one.pos, one.full, one.buffer_size) == (
+        other.size(),
+        other.pos,
+        other.full,
+        other.buffer_size,
+    )
+
+
+CASES = [
+    ("CompressedReplayBuffer", "ReplayBuffer", space, actions, kwargs)
+    for space in SPACES
+    for actions, kwargs in ((DISCRETE, {}), (CONTINUOUS, {"handle_timeout_termination": False}))
+]
+CASES += [
+    ("CompressedNStepReplayBuffer", "NStepReplayBuffer", "stacks", DISCRETE, {"n_steps": 3, "gamma": 0.9}),
+    ("CompressedNStepReplayBuffer", "NStepReplayBuffer", "vector", CONTINUOUS, {}),
+    ("CompressedDictReplayBuffer", "DictReplayBuffer", "dict", CONTINUOUS, {}),
+    (
+        "CompressedDictReplayBuffer",
+        "DictReplayBuffer",
+        "dict",
+        DISCRETE,
+        {"handle_timeout_termination": False},
+    ),
+]
+
+
+@pytest.mark.parametrize("n_envs", [1, 3])
+@pytest.mark.parametrize(("mine", "theirs", "space", "actions", "kwargs"), CASES)
+def test_batches_equal_sb3s(mine, theirs, space, actions, kwargs, n_envs):
+    space = DICT if space == "dict" else SPACES[space]
+    arguments = (40 * n_envs + 1, space, actions, "cpu", n_envs)
+    one = getattr(ours, mine)(*arguments, frames_per_chunk=5, **kwargs)
+    other = getattr(buffers, theirs)(*arguments, **kwargs)
+    assert isinstance(one, getattr(buffers, theirs))
+    transitions = Transitions(space, actions, n_envs)
+    for steps in (7, 33, 60):
+        run(one, other, transitions, steps)
+        assert_equal_batches(one, other)
+    one = pickle.loads(pickle.dumps(one))
+    assert_equal_batches(one, other)
+    run(one, other, transitions, 25)
+    assert_equal_batches(one, other)
+    one.reset(), other.reset()
+    run(one, other, transitions, 9)
+    assert_equal_batches(one, other)
+
+
+def test_optimize_memory_usage_draws_as_sb3_and_gives_the_right_next_observation():
+    arguments = (30, STACKS, DISCRETE, "cpu", 1, True)
+    one = ours.CompressedReplayBuffer(*arguments, True)  # both flags, which SB3 refuses
+    other = buffers.ReplayBuffer(*arguments, False)
+    transitions = Transitions(STACKS, DISCRETE, 1)
+    added = []
+    for steps in (11, 45):
+        for _ in range(steps):
+            step = transitions()
+            added.append(step)
+            one.add(*step), other.add(*step)
+        for seed in range(10):
+            np.random.seed(seed)
+            mine = one.sample(20)
+            np.random.seed(seed)
+            theirs = other.sample(20)
+            assert_same(mine.rewards.numpy(), theirs.rewards.numpy())
+            assert_same(mine.observations.numpy(), theirs.observations.numpy())
+            for row, reward in enumerate(mine.rewards[:, 0].tolist()):
+                (step,) = [step for step in added if np.float32(step[3][0]) == np.float32(reward)]
+                assert_same(mine.next_observations[row].numpy(), step[1][0])
+                assert mine.dones[row, 0] == float(step[4][0] and not step[5][0]["TimeLimit.truncated"])
+    with pytest.raises(NotImplementedError):
+        ours.CompressedNStepReplayBuffer(*arguments)
+    with pytest.raises(AssertionError):
+        ours.CompressedDictReplayBuffer(30, DICT, DISCRETE, "cpu", 1, True)
+
+
+@pytest.mark.parametrize("n_envs", [1, 3])
+@pytest.mark.parametrize("space", ["stacks", "image", "vector", "dict"])
+def test_rollouts_equal_sb3s(space, n_envs):
+    name = "DictRolloutBuffer" if space == "dict" else "RolloutBuffer"
+    space = DICT if space == "dict" else SPACES[space]
+    arguments = {"gae_lambda": 0.9, "gamma": 0.97, "n_envs": n_envs, "device": "cpu"}
+    one = getattr(ours, f"Compressed{name}")(20, space, DISCRETE, **arguments, stack_size="auto")
+    other = getattr(buffers, name)(20, space, DISCRETE, **arguments)
+    transitions = Transitions(space, DISCRETE, n_envs)
+    for _ in range(2):
+        one.reset(), other.reset()
+        for _ in range(20):
+            obs, _, action, reward, done, _ = transitions()
+            value, log_prob = torch.randn(n_envs), torch.randn(n_envs)
+            one.add(obs, action, reward, done, value, log_prob)
+            other.add(obs, action, reward, done, value, log_prob)
+        for buffer in (one, other):
+            buffer.compute_returns_and_advantage(torch.zeros(n_envs), np.zeros(n_envs))
+        for batch_size in (7, None):
+            np.random.seed(4)
+            mine = [arrays(batch) for batch in one.get(batch_size)]
+            np.random.seed(4)
+            assert_same(tuple(mine), tuple(arrays(batch) for batch in other.get(batch_size)))
+
+
+def test_dense_arrays_are_never_allocated():
+    for buffer in (
+        ours.CompressedReplayBuffer(10**6, spaces.Box(0, 255, (4, 84, 84), np.uint8), DISCRETE, "cpu"),
+        ours.CompressedRolloutBuffer(10**5, spaces.Box(0, 255, (4, 84, 84), np.uint8), DISCRETE, "cpu"),
+        ours.CompressedDictReplayBuffer(10**6, spaces.Dict(image=IMAGE), DISCRETE, "cpu"),
+    ):
+        stores = (
+            buffer.observations.values() if isinstance(buffer.observations, dict) else [buffer.observations]
+        )
+        assert all(isinstance(store, ObservationStore) for store in stores)
+        sizes = [value.nbytes for value in vars(buffer).values() if isinstance(value, np.ndarray)]
+        assert max(sizes) <= 8 * buffer.buffer_size
+
+
+def test_normalised_batches_equal_sb3s():
+    env = VecNormalize(DummyVecEnv([lambda: gym.make("CartPole-v1")] * 2))
+    one, other = (
+        cls(100, env.observation_space, env.action_space, "cpu", 2)
+        for cls in (ours.CompressedReplayBuffer, buffers.ReplayBuffer)
+    )
+    env.reset()
+    for _ in range(60):
+        obs = env.get_original_obs()
+        actions = np.zeros(2, int)
+        _, _, dones, infos = env.step(actions)
+        for buffer in (one, other):
+            buffer.add(obs, env.get_original_obs(), actions, env.get_original_reward(), dones, infos)
+    assert_equal_batches(one, other, env=env)
+
+
+def test_bad_input_changes_nothing():
+    buffer = ours.CompressedReplayBuffer(20, STACKS, DISCRETE, "cpu", 2)
+    transitions = Transitions(STACKS, DISCRETE, 2)
+    for _ in range(5):
+        buffer.add(*transitions())
+    good = transitions()
+
+    def state():
+        rows, envs = np.indices((5, 2))
+        kept = [
+            buffer.observations[rows, envs],
+            buffer.next_observations[rows, envs],
+            buffer.rewards,
+            buffer.dones,
+        ]
+        return pickle.dumps((buffer.pos, kept, buffer.actions))
+
+    before = state()
+    for place, wrong in [
+        (0, good[0][:1]),
+        (1, good[1][:, :3]),
+        (1, good[1].astype(np.float32)),
+        (2, good[2][:1]),
+        (3, np.zeros(3)),
+        (4, np.zeros(1)),
+        (5, [{}]),
+    ]:
+        with pytest.raises(ValueError, match=r"(shape|dtype|Expected)"):
+            buffer.add(*good[:place], wrong, *good[place + 1 :])
+        assert state() == before
+    for arguments in ((0, STACKS, DISCRETE), (10, STACKS, DISCRETE, "cpu", 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            ours.CompressedReplayBuffer(*arguments)
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trained(cls, tmp_path, **kwargs):
+    env = gym.wrappers.FrameStackObservation(MovingSquare(episode=17), 4)
+    model = sb3.DQN(
+        "CnnPolicy", env, seed=3, buffer_size=40, learning_starts=20, batch_size=8, device="cpu",
+        replay_buffer_class=cls, replay_buffer_kwargs=kwargs,
+    )  # fmt: skip
+    model.learn(45)
+    model.save_replay_buffer(tmp_path / "replay.pkl")
+    model.load_replay_buffer(tmp_path / "replay.pkl")
+    model.learn(20, reset_num_timesteps=False)
+    return [value.numpy() for value in model.policy.state_dict().values()]
+
+
+def test_training_gives_the_same_weights(tmp_path, one_thread):
+    mine = trained(ours.CompressedReplayBuffer, tmp_path, frames_per_chunk=5)
+    assert_same(tuple(mine), tuple(trained(buffers.ReplayBuffer, tmp_path)))
+
+
+def test_ppo_gives_the_same_weights(one_thread):
+    def weights(**kwargs):
+        env = DummyVecEnv([lambda: gym.wrappers.FrameStackObservation(MovingSquare(episode=9), 4)] * 2)
+        model = sb3.PPO(
+            "CnnPolicy", env, seed=3, n_steps=16, batch_size=8, n_epochs=1, device="cpu", **kwargs
+        )
+        model.learn(64)
+        return tuple(value.numpy() for value in model.policy.state_dict().values())
+
+    assert_same(weights(rollout_buffer_class=ours.CompressedRolloutBuffer), weights())

@@ -1,0 +1,269 @@
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gym_compress.chunk
+from gym_compress import CompressedFrameStack, CompressedObservation, CompressObservation
+from gym_compress.replay.store import ObservationStore, make_store, read_pair, read_stores
+from tests.envs import AnyEnv, MovingSquare, assert_same, play
+
+ROWS, ENVS = 11, 2
+KINDS = {
+    "grey stack": ((4, 6, 5), {}, 1),
+    "RGB stack": ((12, 4, 5), {}, 3),
+    "images": ((3, 6, 6), {}, 0),
+    "last axis": ((6, 5, 4), {"stack_size": 4, "stack_axis": -1}, 1),
+    "middle axis": ((3, 8, 5), {"stack_size": 4, "stack_axis": 1}, 1),
+    "wrong size": ((4, 6, 5), {"stack_size": 2}, 1),
+    "no stack": ((7, 9), {"stack_size": 1}, 0),
+    "frames of RGB": ((4, 5, 6, 3), {}, 1),
+}
+
+
+def moved_on(observation, by, axis, rng):
+    """The observation that follows: its frames moved on, new ones at the end."""
+    following = np.roll(observation, -by, axis)
+    end = [slice(None)] * observation.ndim
+    end[axis] = slice(observation.shape[axis] - by, None)
+    following[tuple(end)] = rng.integers(0, 255, following[tuple(end)].shape)
+    return following
+
+
+@given(data=st.data(), kind=st.sampled_from(sorted(KINDS)), dtype=st.sampled_from(["u1", "f4", "i2"]))
+def test_reads_as_the_array_that_it_stands_for(data, kind, dtype):
+    """Rows in any order, episodes, repeated and foreign observations, copies and pickles between."""
+    shape, kwargs, by = KINDS[kind]
+    axis = kwargs.get("stack_axis", 0) % len(shape)
+    space = spaces.Box(0, 255, shape, np.dtype(dtype).type)
+    store = ObservationStore(ROWS, ENVS, space, frames_per_chunk=data.draw(st.integers(1, 4)), **kwargs)
+    twin = store.twin()
+    arrays = [np.zeros((ROWS, ENVS, *shape), dtype) for _ in range(2)]
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+
+    def fresh():
+        return rng.integers(0, 255, (ENVS, *shape)).astype(dtype)
+
+    current = fresh()
+    for step in range(data.draw(st.integers(1, 60))):
+        luck = rng.random(3)
+        if luck[0] < 0.15:
+            current = fresh()
+        following = moved_on(current, by or shape[0], axis + 1, rng).astype(dtype)
+        if luck[1] < 0.15:
+            following = current.copy()
+        elif luck[1] < 0.3:
+            following = fresh()
+        row = step % ROWS if luck[2] < 0.9 else int(rng.integers(ROWS))
+        for kept, array, batch in ((store, arrays[0], current), (twin, arrays[1], following)):
+            given_batch = batch.copy()
+            kept[row] = given_batch
+            given_batch[...] = 0
+            array[row] = batch
+        current = following
+        if step % 17 == 11:
+            store, twin = pickle.loads(pickle.dumps((store, twin)))
+        if step % 19 == 7:
+            store, twin = copy.deepcopy((store, twin))
+    rows, envs = rng.integers(0, ROWS, 9), rng.integers(0, ENVS, 9)
+    assert_same(store[rows, envs], arrays[0][rows, envs])
+    assert_same(twin[rows, envs, :], arrays[1][rows, envs, :])
+    assert_same(read_pair(store, twin, rows, envs), (arrays[0][rows, envs], arrays[1][rows, envs]))
+    pairs = rows.reshape(3, 3), envs.reshape(3, 3)
+    assert_same(tuple(read_stores([store, twin], *pairs)), (arrays[0][pairs], arrays[1][pairs]))
+    assert_same(store[3], arrays[0][3])
+    assert_same(store[2:5, 1], arrays[0][2:5, 1])
+    assert_same(store[:, 0:1], arrays[0][:, 0:1])
+
+
+def test_looks_like_an_array():
+    store = ObservationStore(5, 3, spaces.Box(0, 255, (4, 20, 10), np.uint8))
+    array = np.zeros((5, 3, 4, 20, 10), np.uint8)
+    assert (store.shape, store.dtype, store.nbytes, len(store)) == (array.shape, array.dtype, array.nbytes, 5)
+    assert_same(store[np.array([0, 4]), np.array([1, 2])], array[[0, 4], [1, 2]])  # nothing was written yet
+    assert store.cbytes == 0
+    for key in ((0, 0, 0), (0, 1, slice(1, 2)), (slice(None), 0, 2)):
+        with pytest.raises(IndexError, match="rows and environments"):
+            store[key]
+    for row in (5, -6):
+        with pytest.raises(IndexError, match="out of range"):
+            store[row] = array[0]
+    store[-1] = array[0] + 1
+    assert_same(store[4], array[0] + 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (np.zeros((3, 4, 20, 10), np.uint8), "shape"),
+        (np.zeros((2, 4, 20, 11), np.uint8), "shape"),
+        (np.zeros((2, 4, 20, 10), np.float32), "float32.*uint8"),
+        (np.full((2, 4, 20, 10), 300, np.int64), "int64.*uint8"),
+        (7, "shape"),
+        ([CompressedObservation.from_frames([np.zeros((20, 10), np.uint8)] * 4)], "2 observations.*got 1"),
+        ([CompressedObservation.from_frames([np.zeros((20, 10), np.uint8)] * 3)] * 2, "shape"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_changes_nothing(batch, message):
+    store = ObservationStore(5, 2, spaces.Box(0, 255, (4, 20, 10), np.uint8))
+    store[0] = np.ones((2, 4, 20, 10), np.uint8)
+    before = store.cbytes
+    with pytest.raises(ValueError, match=message):
+        store[0] = batch
+    assert store.cbytes == before
+    assert (store[0] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"stack_size": 3},
+        {"stack_size": 0},
+        {"stack_size": "four"},
+        {"stack_axis": 3},
+        {"stack_axis": -4},
+        {"codec": "x"},
+    ],
+    ids=str,
+)
+def test_arguments_that_do_not_suit_are_refused(kwargs):
+    with pytest.raises(ValueError, match=r"(stack_size|stack_axis|codec)"):
+        ObservationStore(5, 2, spaces.Box(0, 255, (4, 20, 10), np.uint8), **kwargs)
+
+
+def filled(steps, rows=400, **kwargs):
+    """A store and twin after a run of stacks of 4, and how many bytes they compress to."""
+    env = CompressedFrameStack(MovingSquare(episode=10**9), 4)
+    seen = [np.asarray(obs)[None] for obs in play(env, steps)]
+    store = ObservationStore(rows, 1, spaces.Box(0, 255, (4, 84, 84), np.uint8), **kwargs)
+    twin = store.twin()
+    for i in range(steps):
+        store[i % rows], twin[i % rows] = seen[i], seen[i + 1]
+    return store, twin, seen
+
+
+def test_a_frame_is_kept_once():
+    store, _, _ = filled(400, codec="none")
+    raw = 84 * 84
+    assert 400 * raw < store.cbytes < (400 + 3 * 12) * raw
+
+
+def test_chunks_that_nothing_refers_to_are_freed():
+    store, twin, seen = filled(3000, rows=50, codec="none", frames_per_chunk=5)
+    assert store.cbytes < (50 + 4 * 5) * 84 * 84
+    rows = np.arange(50)
+    assert_same(twin[rows, 0 * rows], np.concatenate(seen[2951:3001]))
+    store.clear(), twin.clear()
+    assert store.cbytes == 0
+
+
+def test_a_pair_is_decoded_once_and_shares_memory(monkeypatch):
+    store, twin, seen = filled(300)
+    decoded = []
+    decode = gym_compress.chunk.decode
+    monkeypatch.setattr(
+        gym_compress.chunk, "decode", lambda content, out: decoded.append(content) or decode(content, out)
+    )
+    rows = np.array([10, 11, 150, 10])
+    obs, following = read_pair(store, twin, rows, 0 * rows)
+    assert len(decoded) == len({id(content) for content in decoded}) <= 4
+    assert np.shares_memory(obs, following)
+    assert_same(
+        (obs, following),
+        (np.concatenate([seen[i] for i in rows]), np.concatenate([seen[i + 1] for i in rows])),
+    )
+
+
+def test_frames_that_stand_still_are_read_as_pairs_too():
+    store = ObservationStore(20, 1, spaces.Box(0, 255, (4, 84, 84), np.uint8))
+    twin = store.twin()
+    still = np.full((1, 4, 84, 84), 7, np.uint8)
+    for row in range(20):
+        store[row], twin[row] = still, still
+    obs, following = read_pair(store, twin, np.arange(20), np.zeros(20, int))
+    assert np.shares_memory(obs, following)
+    assert (obs == 7).all()
+    assert (following == 7).all()
+
+
+@pytest.mark.parametrize("frames_per_chunk", [1, 5, 12, 40])
+@pytest.mark.parametrize("wrap", ["stack", "zero padding", "images"])
+def test_compressed_observations_are_adopted_without_decoding(monkeypatch, wrap, frames_per_chunk):
+    inner = CompressObservation(
+        AnyEnv(spaces.Box(0, 255, (12, 10), np.uint8)), frames_per_chunk=frames_per_chunk
+    )
+    env = {
+        "stack": lambda: CompressedFrameStack(inner, 4),
+        "zero padding": lambda: CompressedFrameStack(inner, 4, padding_type="zero"),
+        "images": lambda: inner,
+    }[wrap]()
+    store = ObservationStore(30, 1, env.observation_space, frames_per_chunk=7)
+    twin = store.twin()
+    seen = play(env, 70)
+    with monkeypatch.context() as patch:
+        patch.setattr(gym_compress.chunk, "decode", lambda *args: pytest.fail("decoded"))
+        patch.setattr(CompressedObservation, "__array__", lambda *args: pytest.fail("read"))
+        patch.setattr("gym_compress.codec.Codec.encode", lambda *args: pytest.fail("encoded"))
+        for i in range(len(seen) - 1):
+            store[i % 30], twin[i % 30] = [seen[i]], [seen[i + 1]]
+    rows = np.arange(30)
+    at = [max(i for i in range(len(seen) - 1) if i % 30 == row) for row in rows]
+    want = np.stack([np.asarray(seen[i]) for i in at]), np.stack([np.asarray(seen[i + 1]) for i in at])
+    assert_same(read_pair(store, twin, rows, 0 * rows), want)
+    env.close()
+    assert_same(read_pair(store, twin, rows, 0 * rows), want)
+    again = pickle.loads(pickle.dumps((store, twin)))
+    assert_same(read_pair(*again, rows, 0 * rows), want)
+
+
+def test_compressed_and_dense_observations_mix():
+    env = CompressedFrameStack(AnyEnv(spaces.Box(0, 255, (12, 10), np.uint8)), 4)
+    seen = play(env, 40)
+    store = ObservationStore(45, 2, env.observation_space)
+    foreign = CompressedObservation.from_frames([np.asarray(seen[0])])  # its bytes lie otherwise
+    for i, obs in enumerate(seen[:45]):
+        store[i] = [obs, np.asarray(obs)] if i % 3 else [np.asarray(obs), obs]
+    want = np.stack([np.asarray(obs) for obs in seen[:45]])
+    for env_index in (0, 1):
+        assert_same(store[np.arange(45), np.full(45, env_index)], want)
+    store[0] = [foreign[0], seen[3]]
+    assert_same(store[0], np.stack([np.asarray(seen[0]), np.asarray(seen[3])]))
+
+
+def test_what_does_not_lie_in_slices_is_decoded_and_written_anew():
+    inner = CompressObservation(AnyEnv(spaces.Box(0, 255, (12, 10), np.uint8)))
+    env = CompressedFrameStack(
+        CompressedFrameStack(inner, 3), 2
+    )  # slices of three frames, which move on by one
+    store = ObservationStore(45, 1, env.observation_space)
+    seen = play(env, 40)[:45]
+    for i, obs in enumerate(seen):
+        store[i] = [obs]
+    rows = np.arange(len(seen))
+    assert_same(store[rows, 0 * rows], np.stack([np.asarray(obs) for obs in seen]))
+
+
+def test_references_grow_when_four_bytes_do_not_do():
+    store, _, seen = filled(10, rows=10)
+    store._streams[0]._end = 2**31 - 3
+    for i in range(10):
+        store[i] = seen[i] + np.uint8(1)
+    assert_same(store[np.arange(10), np.zeros(10, int)], np.concatenate(seen[:10]) + np.uint8(1))
+
+
+def test_small_leaves_and_vectors_are_arrays():
+    for space in (
+        spaces.Box(-1, 1, (5000,), np.float32),
+        spaces.Box(0, 255, (4, 4, 4), np.uint8),
+        spaces.Discrete(5),
+        spaces.MultiBinary(7),
+    ):
+        assert_same(make_store(3, 2, space), np.zeros((3, 2, *space.shape), space.dtype))
+    assert isinstance(make_store(3, 2, spaces.Box(0, 255, (32, 32), np.uint8)), ObservationStore)
+    with pytest.raises(TypeError, match="fixed shape"):
+        make_store(3, 2, spaces.Text(4))
