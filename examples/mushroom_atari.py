@@ -1,18 +1,18 @@
-"""MushroomRL's DQN learns Pong; its replay memory keeps compressed states in the place of LazyFrames.
+"""MushroomRL's DQN trains on Pong; its replay memory holds compressed states in the place of LazyFrames.
 
     pip install -e ".[atari]" torch
     pip install --no-deps mushroom-rl==1.10.2
     pip install tqdm scikit-learn pygame
     python examples/mushroom_atari.py --steps 5000
 
-MushroomRL 1.10.2 asks pip for NumPy 1, and runs with NumPy 2: ``--no-deps`` passes over what it asks for, and
-the third line installs what its import needs beside NumPy, torch and OpenCV. A few thousand steps show that
-all works together; to play well, DQN needs millions.
+MushroomRL 1.10.2 requires NumPy 1 on paper, and runs with NumPy 2: ``--no-deps`` passes its requirements
+over, and the third line installs what its import needs beside NumPy, torch and OpenCV. A few thousand steps
+show that the parts fit together; to play well takes millions.
 """
 
 import pickle
 import tracemalloc
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import ale_py
@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from mushroom_rl.algorithms.value.dqn import DQN
 from mushroom_rl.approximators.parametric.torch_approximator import TorchApproximator
-from mushroom_rl.core import Environment, MDPInfo
+from mushroom_rl.core import Core, Environment, MDPInfo
 from mushroom_rl.policy.td_policy import EpsGreedy
 from mushroom_rl.utils.parameters import LinearParameter
 from mushroom_rl.utils.replay_memory import ReplayMemory
 from mushroom_rl.utils.spaces import Box, Discrete
 from numpy.typing import NDArray
+from torch import nn
 
 from gym_compress import (
     CompressedAtariPreprocessing,
@@ -43,7 +44,7 @@ class Args:
     env_id: str = "ALE/Pong-v5"
     """the game"""
     steps: int = 5_000
-    """of the agent, four frames of the game each; in the first tenth it only fills the memory"""
+    """of the agent, four frames of the game each; the first tenth only fills the memory"""
     memory: int = 1_000_000
     """how many transitions the replay memory holds at most"""
     batch: int = 32
@@ -54,29 +55,22 @@ class Args:
     """batches from one update of the target network to the next"""
     learning_rate: float = 1e-4
     """of Adam"""
-    gamma: float = 0.99
-    """the discount factor"""
     seed: int = 0
     """of the game, the network, the actions and the batches"""
 
 
 class GymnasiumEnvironment(Environment):
-    """Today's Gymnasium as MushroomRL wants it (its own classes need ``gym`` of 2022); passes states on as they are.
+    """A Gymnasium environment for MushroomRL, whose own class for Atari games needs the old ``gym``."""
 
-    Args:
-        env: An environment with Discrete actions, whose observations are :class:`CompressedObservation`.
-        gamma: The discount factor.
-    """
-
-    def __init__(self, env: gym.Env[CompressedObservation, Any], gamma: float) -> None:
-        assert isinstance(env.action_space, gym.spaces.Discrete)
+    def __init__(self, env: gym.Env[CompressedObservation, Any]) -> None:
         states = Box(0.0, 255.0, env.observation_space.shape)
-        super().__init__(MDPInfo(states, Discrete(int(env.action_space.n)), gamma, horizon=np.inf))
+        actions = Discrete(int(env.action_space.n))
+        super().__init__(MDPInfo(states, actions, gamma=0.99, horizon=np.inf))
         self.env = env
         self._seed: int | None = None
 
     def seed(self, seed: int) -> None:
-        """Seeds the next reset; MushroomRL's own method calls ``env.seed``, which is gone."""
+        """Seeds the next reset; the base class would call ``env.seed``, which Gymnasium has no more."""
         self._seed = seed
 
     def reset(self, state: None = None) -> CompressedObservation:
@@ -86,88 +80,106 @@ class GymnasiumEnvironment(Environment):
         return observation
 
     def step(self, action: NDArray[Any]) -> tuple[CompressedObservation, float, bool, dict[str, Any]]:
-        """The next state, the reward, whether the state is absorbing, and the info."""
-        observation, reward, terminated, truncated, info = self.env.step(int(action[0]))
-        # Core ends an episode at an absorbing state or at the horizon, for which it looks at each step. A
-        # time limit is no absorbing state, or the agent would learn that nothing comes after it.
+        """The next state, the reward, whether that state is absorbing, and the info."""
+        observation, reward, terminated, truncated, info = self.env.step(action[0])
+        # MushroomRL has no word for truncation: it ends an episode in an absorbing state, after which no
+        # reward is expected, or as soon as it is as long as the horizon, which is looked up after each step.
         self.info.horizon = 0 if truncated else np.inf
         return observation, float(reward), terminated, info
 
 
 class CompressedReplayMemory(ReplayMemory):
-    """A replay memory that decompresses a batch at once, and in all else is MushroomRL's."""
+    """MushroomRL's replay memory; only that it reads the compressed states of a batch in one go."""
 
     def get(self, n_samples: int) -> tuple[NDArray[Any], ...]:
         """States, actions, rewards, next states, absorbing and last flags of transitions drawn at random."""
         drawn = np.random.randint(self.size, size=n_samples)  # noqa: NPY002 (as the base class draws)
         # states and next states share frames: in one list, each chunk is decoded once
-        both = decompress_batch([kept[i] for kept in (self._states, self._next_states) for i in drawn])
+        states = decompress_batch([kept[i] for kept in (self._states, self._next_states) for i in drawn])
         others = (self._actions, self._rewards, self._absorbing, self._last)
         action, reward, absorbing, last = (np.array([kept[i] for i in drawn]) for kept in others)
-        return both[:n_samples], action, reward, both[n_samples:], absorbing, last
+        return states[:n_samples], action, reward, states[n_samples:], absorbing, last
+
+    def report(self) -> str:
+        """What the states take, measured on a copy of them, and what they would take otherwise."""
+        states = self._states[: self.size] + self._next_states[: self.size]
+        pickled = pickle.dumps(states)
+        tracemalloc.start()
+        _copy = pickle.loads(pickled)
+        taken = tracemalloc.get_traced_memory()[0] / 1e6
+        tracemalloc.stop()
+        plain = len({id(state) for state in states}) * states[0].nbytes / 1e6  # most are in both lists
+        lazy = plain / len(states[0])
+        return (
+            f"replay memory: {self.size:,} transitions, whose states take {taken:,.2f} MB\n"
+            f"the same as LazyFrames: {lazy:,.1f} MB, {lazy / taken:,.0f} times as much\n"
+            f"as plain arrays: {plain:,.1f} MB, {plain / taken:,.0f} times as much"
+        )
 
 
-class Network(torch.nn.Module):
-    """The value of each action, by the convolutions of Mnih et al. (2015)."""
+class Network(nn.Module):
+    """The values of actions, by the network of Mnih et al. (2015)."""
 
     def __init__(self, input_shape: tuple[int, ...], output_shape: tuple[int], **_: Any) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(
-            torch.nn.Conv2d(input_shape[0], 32, 8, stride=4),
-            torch.nn.ReLU(),
-            torch.nn.Conv2d(32, 64, 4, stride=2),
-            torch.nn.ReLU(),
-            torch.nn.Conv2d(64, 64, 3),
-            torch.nn.ReLU(),
-            torch.nn.Flatten(start_dim=-3),  # a state to act on comes without the axis of a batch
-            torch.nn.LazyLinear(512),
-            torch.nn.ReLU(),
-            torch.nn.Linear(512, output_shape[0]),
-        )
-        self(torch.zeros(input_shape))  # tells the lazy layer its size
+        convolutions = [nn.Conv2d(input_shape[0], 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)]
+        layers = [layer for convolution in convolutions for layer in (convolution, nn.ReLU())]
+        layers += [nn.Flatten(-3), nn.LazyLinear(512), nn.ReLU(), nn.Linear(512, *output_shape)]
+        self.layers = nn.Sequential(*layers)
+        self(torch.zeros(input_shape))  # the lazy layer learns its size
 
     def forward(self, state: torch.Tensor, action: torch.Tensor | None = None) -> torch.Tensor:
-        """The values of all actions, or of the one taken in each state."""
+        """The values of all actions in one state or many, or that of the action taken in each."""
         values = self.layers(state.float() / 255)
-        return values if action is None else values.gather(1, action.long()).squeeze(1)
-
-
-def bytes_of(states: Any) -> int:
-    """Memory of observations with all that they refer to, Python objects included: that of a copy of them."""
-    pickled = pickle.dumps(states)
-    tracemalloc.start()
-    _copy = pickle.loads(pickled)
-    size, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return size
+        return values if action is None else values.gather(1, action).squeeze(1)
 
 
 def main(args: Args) -> None:
-    """Learns, prints a row after each tenth of the steps, and what the states in the memory take."""
+    """Trains, prints a line after each tenth of the steps, and at the end what the replay memory takes."""
     gym.register_envs(ale_py)
     np.random.seed(args.seed)  # noqa: NPY002 (MushroomRL draws from it)
     torch.manual_seed(args.seed)
-    game = CompressedFrameStack(CompressedAtariPreprocessing(gym.make(args.env_id, frameskip=1)), 4)
-    environment = GymnasiumEnvironment(game, args.gamma)
-    environment.seed(args.seed)
-
-    tenth = max(args.steps // 10, 1)
+    env = CompressedFrameStack(CompressedAtariPreprocessing(gym.make(args.env_id, frameskip=1)), stack_size=4)
+    mdp = GymnasiumEnvironment(env)
+    mdp.seed(args.seed)
+    tenth, actions = max(args.steps // 10, 1), mdp.info.action_space.n
     memory = CompressedReplayMemory(initial_size=tenth, max_size=args.memory)
-    actions = environment.info.action_space.n
-    agent = DQN(
-        environment.info,
-        EpsGreedy(LinearParameter(1.0, threshold_value=0.1, n=max(args.steps // 2, 1))),
-        TorchApproximator,
-        approximator_params={
-            "network": Network,
-            "input_shape": environment.info.observation_space.shape,
-            "output_shape": (actions,),
-            "n_actions": actions,
-            "optimizer": {"class": torch.optim.Adam, "params": {"lr": args.learning_rate}},
-            "loss": torch.nn.functional.smooth_l1_loss,
-        },
-        batch_size=args.batch,
-        target_update_frequency=args.target_every,
-        replay_memory=memory,
-        clip_reward=True,
-    )
+    network = {
+        "network": Network,
+        "input_shape": mdp.info.observation_space.shape,
+        "output_shape": (actions,),
+        "n_actions": actions,
+        "optimizer": {"class": torch.optim.Adam, "params": {"lr": args.learning_rate}},
+        "loss": nn.functional.smooth_l1_loss,
+    }
+    policy = EpsGreedy(LinearParameter(1.0, threshold_value=0.1, n=5 * tenth))
+    options = {"batch_size": args.batch, "target_update_frequency": args.target_every, "clip_reward": True}
+    agent = DQN(mdp.info, policy, TorchApproximator, network, replay_memory=memory, **options)
+
+    rewards: list[float] = []
+    lasts: list[bool] = []
+
+    def after_step(samples: list[Any]) -> None:
+        _, _, reward, _, _, last = samples[0]
+        rewards.append(reward)
+        lasts.append(last)
+        if len(rewards) % tenth == 0:
+            mean = np.mean(rewards[-tenth:])
+            print(f"{len(rewards):>9,} {mean:>+12.4f} {sum(lasts):>14,} {memory.size:>22,}", flush=True)
+
+    print("    steps  mean reward  episodes ended  transitions in memory")
+    core = Core(agent, mdp, callback_step=after_step)
+    core.learn(n_steps=args.steps, n_steps_per_fit=args.train_every, quiet=True)
+    env.close()
+    print(memory.report())
+
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    for field in fields(Args):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default
+        )
+    main(Args(**vars(parser.parse_args())))
