@@ -14,6 +14,7 @@ from gymnasium import spaces
 from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
+from stable_baselines3.her import HerReplayBuffer
 
 from gym_compress.codec import Codec
 from gym_compress.replay.buffer import transition_arrays
@@ -23,6 +24,7 @@ from gym_compress.tree import map_leaves
 __all__ = [
     "CompressedDictReplayBuffer",
     "CompressedDictRolloutBuffer",
+    "CompressedHerReplayBuffer",
     "CompressedNStepReplayBuffer",
     "CompressedReplayBuffer",
     "CompressedRolloutBuffer",
@@ -187,6 +189,13 @@ class CompressedDictReplayBuffer(buffers.DictReplayBuffer):
 
     def _tensors(self, arrays: Any) -> dict[str, torch.Tensor]:
         return {key: _tensor(self, array) for key, array in arrays.items()}
+
+
+class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
+    """SB3's ``HerReplayBuffer``; the images among the observations are compressed.
+
+    The arguments are SB3's; how images are compressed is chosen by their size.
+    """
 
 
 class _CompressedRollout:

@@ -251,6 +251,45 @@ def test_bad_input_changes_nothing():
             ours.CompressedReplayBuffer(*arguments)
 
 
+class Goals(gym.Env):
+    """A camera, and a goal to be reached."""
+
+    observation_space = spaces.Dict(
+        camera=IMAGE, achieved_goal=spaces.Box(-1, 1, (2,)), desired_goal=spaces.Box(-1, 1, (2,))
+    )
+    action_space = spaces.Box(-1, 1, (2,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 6
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.left -= 1
+        return self.observation_space.sample(), -1.0, False, self.left == 0, {}
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return -np.linalg.norm(achieved_goal - desired_goal, axis=-1)
+
+
+def test_hindsight_batches_equal_sb3s():
+    env = DummyVecEnv([Goals] * 2)
+    arguments = {"env": env, "device": "cpu", "n_envs": 2, "goal_selection_strategy": "future"}
+    one, other = (
+        cls(60, env.observation_space, env.action_space, **arguments)
+        for cls in (ours.CompressedHerReplayBuffer, sb3.HerReplayBuffer)
+    )
+    assert isinstance(one.observations["camera"], ObservationStore)
+    obs = env.reset()
+    for _ in range(50):
+        actions = np.zeros((2, 2), np.float32)
+        following, rewards, dones, infos = env.step(actions)
+        for buffer in (one, other):
+            buffer.add(dict(obs), dict(following), actions, rewards, dones, infos)
+        obs = following
+    assert_equal_batches(one, other)
+
+
 @pytest.fixture
 def one_thread():
     threads = torch.get_num_threads()
