@@ -63,21 +63,13 @@ class GymnasiumEnvironment(Environment):
     """A Gymnasium environment for MushroomRL, whose own class for Atari games needs the old ``gym``."""
 
     def __init__(self, env: gym.Env[CompressedObservation, Any]) -> None:
-        states = Box(0.0, 255.0, env.observation_space.shape)
-        actions = Discrete(int(env.action_space.n))
+        states, actions = Box(0.0, 255.0, env.observation_space.shape), Discrete(int(env.action_space.n))
         super().__init__(MDPInfo(states, actions, gamma=0.99, horizon=np.inf))
         self.env = env
-        self._seed: int | None = None
-
-    def seed(self, seed: int) -> None:
-        """Seeds the next reset; the base class would call ``env.seed``, which Gymnasium has no more."""
-        self._seed = seed
 
     def reset(self, state: None = None) -> CompressedObservation:
         """Starts an episode."""
-        observation, _ = self.env.reset(seed=self._seed)
-        self._seed = None
-        return observation
+        return self.env.reset()[0]
 
     def step(self, action: NDArray[Any]) -> tuple[CompressedObservation, float, bool, dict[str, Any]]:
         """The next state, the reward, whether that state is absorbing, and the info."""
@@ -140,8 +132,8 @@ def main(args: Args) -> None:
     np.random.seed(args.seed)  # noqa: NPY002 (MushroomRL draws from it)
     torch.manual_seed(args.seed)
     env = CompressedFrameStack(CompressedAtariPreprocessing(gym.make(args.env_id, frameskip=1)), stack_size=4)
+    env.reset(seed=args.seed)
     mdp = GymnasiumEnvironment(env)
-    mdp.seed(args.seed)
     tenth, actions = max(args.steps // 10, 1), mdp.info.action_space.n
     memory = CompressedReplayMemory(initial_size=tenth, max_size=args.memory)
     network = {

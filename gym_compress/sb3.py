@@ -6,6 +6,7 @@ Hand them to an algorithm as ``replay_buffer_class=`` or ``rollout_buffer_class=
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -279,7 +280,7 @@ def _replace(buffer: Any, rows: int, compression: dict[str, Any]) -> None:
 
 def _fitted(store: Any, batch: Any) -> Any:
     """A batch as it can be written; a batch of numbers gains the axis that SB3 gives them."""
-    if isinstance(store, np.ndarray) and np.size(batch) == np.prod(store.shape[1:]):
+    if isinstance(store, np.ndarray) and np.size(batch) == math.prod(store.shape[1:]):
         batch = np.asarray(batch).reshape(store.shape[1:])
     return fit_batch(batch, store.shape[1], store.shape[2:], store.dtype)
 

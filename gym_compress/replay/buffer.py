@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections.abc import Mapping
@@ -366,7 +367,9 @@ def transition_arrays(
 
 def _shaped(values: Any, shape: tuple[int, ...], name: str) -> NDArray[Any]:
     array = np.asarray(values)
-    if array.size != np.prod(shape):
+    if array.shape == shape:
+        return array
+    if array.size != math.prod(shape):
         raise ValueError(f"Expected {name} of {shape[0]} environments, {shape}, got shape {array.shape}")
     return array.reshape(shape)
 

@@ -26,6 +26,7 @@ _MOST_SLICES = 16
 _SHIFTS = (0, 1, 3)
 # In place of the number of a first slice: nothing is there; and what is there is no run of slices.
 _EMPTY, _ODD = -1, -2
+_INT32 = 2**31 - 1
 
 
 def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -134,7 +135,7 @@ class Stream:
         self._end = 0
         self._own: Chunk | None = None  # the chunk that is being written
         self._own_first = 0  # where its range begins
-        self._last: NDArray[Any] | None = None  # the slices of the newest observation, if it came as an array
+        self._last: NDArray[Any] | None = None  # the bits of the newest observation, if it came as an array
         self._numbers: list[int] = []  # their numbers
         self._shift = 1  # by how many slices observations moved on last
 
@@ -163,14 +164,17 @@ class Stream:
             self._last = None
         else:
             slices = self._slicing.cut(np.asarray(observation))
-            numbers = self._shared(slices, moves)
-            numbers.extend([self._append(slice_) for slice_ in slices[len(numbers) :]])
-            if self._last is None:
-                self._last = np.empty(slices.shape, slices.dtype)
-            self._last[...] = slices
-            self._numbers = numbers
+            words = _words(slices)
+            numbers = self._shared(words, moves)
+            if len(numbers) < len(slices):
+                last, self._last = self._last, None  # what follows may fail
+                numbers.extend([self._append(slice_) for slice_ in slices[len(numbers) :]])
+                if last is None:
+                    last = np.empty_like(words)
+                last[...] = words
+                self._numbers, self._last = numbers, last
         first = numbers[0]
-        follow = all(number == first + i for i, number in enumerate(numbers))
+        follow = numbers == list(range(first, first + len(numbers)))
         reference = first if follow else tuple(numbers)
         for index in self._touched(reference):
             self._users[index] += 1
@@ -185,12 +189,15 @@ class Stream:
             self._register(chunk, self._writer.frames_per_chunk)
         return self._own_first + index
 
-    def _shared(self, slices: NDArray[Any], moves: bool) -> list[int]:
-        """The numbers of the first slices, as far as they are the newest observation's last."""
-        if self._last is not None:
-            shifts = (self._shift, 0, *_SHIFTS[1:]) if moves else (0, self._shift, *_SHIFTS[1:])
-            for shift in shifts:
-                if shift < len(slices) and _same(slices[: len(slices) - shift], self._last[shift:]):
+    def _shared(self, words: NDArray[Any], moves: bool) -> list[int]:
+        """The numbers of the first slices, as far as they are the newest observation's last, bit for bit."""
+        last, count = self._last, self._slicing.count
+        if last is None:
+            return []
+        for shift in (self._shift, 0, *_SHIFTS[1:]) if moves else (0, self._shift, *_SHIFTS[1:]):
+            if shift < count:
+                apart = len(words) // count * shift
+                if (words[: len(words) - apart] == last[apart:]).all():
                     self._shift = shift or self._shift
                     return self._numbers[shift:]
         return []
@@ -288,12 +295,10 @@ class Stream:
         self._own = None
 
 
-def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    """Whether two C-contiguous arrays hold the same bits."""
-    a, b = one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
-    if a.nbytes % 8 == 0:
-        a, b = a.view(np.uint64), b.view(np.uint64)
-    return bool((a == b).all())
+def _words(slices: NDArray[Any]) -> NDArray[Any]:
+    """The bits of slices as a flat array that is quick to compare."""
+    flat = slices.reshape(-1).view(np.uint8)
+    return flat if slices[0].nbytes % 8 else flat.view(np.uint64)
 
 
 class ObservationStore:
@@ -390,7 +395,7 @@ class ObservationStore:
             if isinstance(reference, tuple):
                 key = _ODD - (row * n_envs + env)
                 self._odd[key], reference = reference, key
-            if abs(reference) > np.iinfo(self._references.dtype).max:
+            if abs(reference) > _INT32 and self._references.dtype == np.int32:
                 self._references = self._references.astype(np.int64)
             self._references[row, env] = reference
 
