@@ -1,12 +1,12 @@
 """MushroomRL's DQN trains on Pong; its replay memory holds compressed states in the place of LazyFrames.
 
     pip install -e ".[atari]" torch
-    pip install --no-deps mushroom-rl==1.10.2
     pip install tqdm scikit-learn pygame
+    pip install --no-deps mushroom-rl==1.10.2
     python examples/mushroom_atari.py --steps 5000
 
 MushroomRL 1.10.2 requires NumPy 1 on paper, and runs with NumPy 2: ``--no-deps`` passes its requirements
-over, and the third line installs what its import needs beside NumPy, torch and OpenCV. A few thousand steps
+over, and the second line installs what its import needs beside NumPy, torch and OpenCV. A few thousand steps
 show that the parts fit together; to play well takes millions.
 """
 

@@ -207,10 +207,11 @@ class Stream:
         nbytes = self._slicing.slice_nbytes
         if self._slicing.axis or not nbytes:
             return None
+        segments = list(observation._segments())
+        if any(start % nbytes or length % nbytes for _, start, length in segments):
+            return None
         numbers: list[int] = []
-        for chunk, start, length in observation._segments():
-            if start % nbytes or length % nbytes:
-                return None
+        for chunk, start, length in segments:
             first = self._adopted.get(chunk)
             if first is None:
                 first = self._adopted[chunk] = self._end
