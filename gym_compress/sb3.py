@@ -6,7 +6,6 @@ Hand them to an algorithm as ``replay_buffer_class=`` or ``rollout_buffer_class=
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,131 @@ __all__ = [
 ]
 
 
-class CompressedReplayBuffer(buffers.ReplayBuffer):
+class _Compressed:
+    """What all buffers have in common: how much they take."""
+
+    observations: Any
+    next_observations: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that SB3's arrays would take."""
+        return sum(value.nbytes for value in self._values())
+
+    @property
+    def cbytes(self) -> int:
+        """Bytes of the compressed chunks, the references to them, and the arrays."""
+        return sum(getattr(value, "cbytes", value.nbytes) for value in self._values())
+
+    def _values(self) -> list[Any]:
+        values = list(vars(self).values())
+        values += [leaf for value in values if isinstance(value, dict) for leaf in value.values()]
+        return [value for value in values if isinstance(value, (ObservationStore, np.ndarray))]
+
+
+class _CompressedReplay(_Compressed, buffers.ReplayBuffer):
+    """What the replay buffers have in common: stores in the place of arrays."""
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        stack_size: int | str = "auto",
+        stack_axis: int = 0,
+        codec: str | Codec = "auto",
+        frames_per_chunk: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if buffer_size < 1 or n_envs < 1:
+            raise ValueError(f"buffer_size and n_envs are at least 1, got {buffer_size} and {n_envs}")
+        super().__init__(
+            n_envs,  # one row of arrays, in whose place stores come
+            observation_space,
+            action_space,
+            device=device,
+            n_envs=n_envs,
+            handle_timeout_termination=handle_timeout_termination,
+            **kwargs,
+        )
+        self.optimize_memory_usage = optimize_memory_usage
+        compression: dict[str, Any] = {"stack_size": stack_size, "stack_axis": stack_axis}
+        compression |= {"codec": codec, "frames_per_chunk": frames_per_chunk}
+        _replace(self, max(buffer_size // n_envs, 1), compression)
+
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        """Stores a transition of each environment, as SB3's does.
+
+        Args:
+            obs: ``(n_envs, *observation)``, or a dict of these.
+            next_obs: As ``obs``.
+            action: ``(n_envs, *action)``.
+            reward: ``(n_envs,)``.
+            done: ``(n_envs,)``.
+            infos: ``n_envs`` dicts.
+
+        Raises:
+            ValueError: If something is of another shape or number of environments, or an observation's dtype
+                does not cast by NumPy's ``same_kind``. The buffer is as it was then.
+        """
+        obs, next_obs, rest = self._fitted(obs, next_obs, action, reward, done, infos)
+        row = self.pos
+
+        def write(store: Any, batch: Any) -> None:
+            store[row] = batch
+
+        map_leaves(write, self.observations, obs)
+        map_leaves(write, self.next_observations, next_obs)
+        self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
+        self.pos = (row + 1) % self.buffer_size
+        self.full |= self.pos == 0
+
+    def _fitted(self, obs: Any, next_obs: Any, *rest: Any) -> Any:
+        """A transition as it can be written; an error if it cannot."""
+        obs = map_leaves(_fit, self.observations, obs)
+        next_obs = map_leaves(_fit, self.next_observations, next_obs)
+        return obs, next_obs, transition_arrays(self, *rest)
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draws a batch as SB3 does.
+
+        Raises:
+            ValueError: If the buffer is empty.
+        """
+        if not self.size():
+            raise ValueError("Expected a buffer that holds transitions, but nothing was added yet")
+        return super().sample(batch_size, env)
+
+    def _arrays(self, rows: Any, env: VecNormalize | None) -> tuple[Any, ...]:
+        """Draws environments as SB3 does, and gathers the fields of a batch in SB3's order, as tensors."""
+        envs = np.random.randint(0, high=self.n_envs, size=(len(rows),))  # noqa: NPY002
+        pairs = map_leaves(
+            lambda store, twin: read_pair(store, twin, rows, envs), self.observations, self.next_observations
+        )
+        obs, next_obs = (map_leaves(lambda _, pair, i=i: pair[i], self.observations, pairs) for i in (0, 1))
+        index = rows * self.n_envs + envs
+        dones = self.dones.take(index) * (1 - self.timeouts.take(index))
+        rewards = self._normalize_reward(self.rewards.take(index)[:, None], env)
+        actions = self.actions.reshape(-1, self.actions.shape[2]).take(index, axis=0)
+        fields = (
+            self._normalize_obs(obs, env),
+            actions,
+            self._normalize_obs(next_obs, env),
+            dones[:, None],
+            rewards,
+        )
+        return tuple([map_leaves(self._tensor, field) for field in fields])
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+class CompressedReplayBuffer(_CompressedReplay):
     """SB3's ``ReplayBuffer``, hundreds of times smaller for images.
 
     All is as in :class:`stable_baselines3.common.buffers.ReplayBuffer`, with these differences:
@@ -64,56 +187,17 @@ class CompressedReplayBuffer(buffers.ReplayBuffer):
         ValueError: If ``buffer_size`` is below 1, or an argument does not suit the observation space.
     """
 
-    def __init__(
-        self,
-        buffer_size: int,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        device: torch.device | str = "auto",
-        n_envs: int = 1,
-        optimize_memory_usage: bool = False,
-        handle_timeout_termination: bool = True,
-        *,
-        stack_size: int | str = "auto",
-        stack_axis: int = 0,
-        codec: str | Codec = "auto",
-        frames_per_chunk: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        rows = _rows(buffer_size, n_envs)
-        super().__init__(
-            n_envs,  # one row of arrays, which stores replace
-            observation_space,
-            action_space,
-            device,
-            n_envs=n_envs,
-            handle_timeout_termination=handle_timeout_termination,
-            **kwargs,
-        )
-        self.optimize_memory_usage = optimize_memory_usage
-        compression = {"stack_size": stack_size, "stack_axis": stack_axis}
-        _replace(self, rows, compression | {"codec": codec, "frames_per_chunk": frames_per_chunk})
-
-    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
-        """Stores a transition of each environment, as SB3's does."""
-        row = self.pos
-        obs = _fitted(self.observations, obs)
-        next_obs = _fitted(self.next_observations, next_obs)
-        rest = transition_arrays(self, action, reward, done, infos)
-        self.observations[row] = obs
-        self.next_observations[row] = next_obs
-        _finish_row(self, rest)
-
     def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> ReplayBufferSamples:
-        rows, envs = batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))  # noqa: NPY002
-        obs, next_obs = read_pair(self.observations, self.next_observations, rows, envs)
-        actions, dones, rewards = _scalars(self, rows, envs, env)
-        data = self._normalize_obs(obs, env), actions, self._normalize_obs(next_obs, env), dones, rewards
-        return ReplayBufferSamples(*[_tensor(self, array) for array in data])
+        return ReplayBufferSamples(*self._arrays(batch_inds, env))
 
 
-class CompressedNStepReplayBuffer(CompressedReplayBuffer, buffers.NStepReplayBuffer):
-    """SB3's ``NStepReplayBuffer`` with compressed observations; also takes ``n_steps`` and ``gamma``."""
+class CompressedNStepReplayBuffer(_CompressedReplay, buffers.NStepReplayBuffer):
+    """SB3's ``NStepReplayBuffer`` with compressed observations.
+
+    The arguments are those of :class:`CompressedReplayBuffer` but for ``optimize_memory_usage``, which SB3
+    does not support here, and ``n_steps`` and ``gamma``. SB3 hands neither to a class that is named: an
+    algorithm with ``n_steps=5`` needs ``replay_buffer_kwargs={"n_steps": 5, "gamma": 0.99}`` beside it.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -122,74 +206,22 @@ class CompressedNStepReplayBuffer(CompressedReplayBuffer, buffers.NStepReplayBuf
                 "CompressedNStepReplayBuffer doesn't support optimize_memory_usage=True"
             )
 
-    _get_samples = buffers.NStepReplayBuffer._get_samples
 
-
-class CompressedDictReplayBuffer(buffers.DictReplayBuffer):
+class CompressedDictReplayBuffer(_CompressedReplay, buffers.DictReplayBuffer):
     """SB3's ``DictReplayBuffer``; the images among the observations are compressed.
 
-    The arguments are those of :class:`CompressedReplayBuffer`.
+    The arguments are those of :class:`CompressedReplayBuffer` but for ``optimize_memory_usage``, which SB3
+    does not support here.
     """
 
-    def __init__(
-        self,
-        buffer_size: int,
-        observation_space: spaces.Dict,
-        action_space: spaces.Space[Any],
-        device: torch.device | str = "auto",
-        n_envs: int = 1,
-        optimize_memory_usage: bool = False,
-        handle_timeout_termination: bool = True,
-        *,
-        stack_size: int | str = "auto",
-        stack_axis: int = 0,
-        codec: str | Codec = "auto",
-        frames_per_chunk: int | None = None,
-    ) -> None:
-        rows = _rows(buffer_size, n_envs)
-        super().__init__(
-            n_envs,
-            observation_space,
-            action_space,
-            device,
-            n_envs,
-            optimize_memory_usage,
-            handle_timeout_termination,
-        )
-        compression = {"stack_size": stack_size, "stack_axis": stack_axis}
-        _replace(self, rows, compression | {"codec": codec, "frames_per_chunk": frames_per_chunk})
-
-    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
-        """Stores a transition of each environment, as SB3's does."""
-        row = self.pos
-        obs = {key: _fitted(store, obs[key]) for key, store in self.observations.items()}
-        next_obs = {key: _fitted(store, next_obs[key]) for key, store in self.next_observations.items()}
-        rest = transition_arrays(self, action, reward, done, infos)
-        for key in obs:
-            self.observations[key][row] = obs[key]
-            self.next_observations[key][row] = next_obs[key]
-        _finish_row(self, rest)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert not self.optimize_memory_usage, "DictReplayBuffer does not support optimize_memory_usage"
 
     def _get_samples(  # type: ignore[override]
         self, batch_inds: Any, env: VecNormalize | None = None
     ) -> DictReplayBufferSamples:
-        rows, envs = batch_inds, np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))  # noqa: NPY002
-        pairs = {
-            key: read_pair(store, self.next_observations[key], rows, envs)
-            for key, store in self.observations.items()
-        }
-        obs, next_obs = ({key: pair[i] for key, pair in pairs.items()} for i in (0, 1))
-        actions, dones, rewards = (_tensor(self, array) for array in _scalars(self, rows, envs, env))
-        return DictReplayBufferSamples(
-            observations=self._tensors(self._normalize_obs(obs, env)),
-            actions=actions,
-            next_observations=self._tensors(self._normalize_obs(next_obs, env)),
-            dones=dones,
-            rewards=rewards,
-        )
-
-    def _tensors(self, arrays: Any) -> dict[str, torch.Tensor]:
-        return {key: _tensor(self, array) for key, array in arrays.items()}
+        return DictReplayBufferSamples(*self._arrays(batch_inds, env))
 
 
 class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
@@ -198,11 +230,19 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
     The arguments are SB3's; how images are compressed is chosen by their size.
     """
 
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        """Stores a transition of each environment; see :meth:`CompressedDictReplayBuffer.add`."""
+        self._fitted(
+            obs, next_obs, action, reward, done, infos
+        )  # SB3 forgets the row's old episode before it writes
+        super().add(obs, next_obs, action, reward, done, infos)
 
-class _CompressedRollout:
+
+class _CompressedRollout(_Compressed):
     """What the rollout buffers have in common: stores in the place of arrays, made anew for each rollout."""
 
     buffer_size: int
+    n_envs: int
 
     def __init__(
         self,
@@ -223,8 +263,14 @@ class _CompressedRollout:
 
     def reset(self) -> None:
         """Empties the buffer."""
-        rows, self.buffer_size = self.buffer_size, 1
-        super().reset()  # type: ignore[misc]
+        rows = self.buffer_size
+        if rows < 1 or self.n_envs < 1:
+            raise ValueError(f"buffer_size and n_envs are at least 1, got {rows} and {self.n_envs}")
+        try:
+            self.buffer_size = 1
+            super().reset()  # type: ignore[misc]
+        finally:
+            self.buffer_size = rows
         _replace(self, rows, self._compression)
 
     @staticmethod
@@ -250,12 +296,6 @@ class CompressedDictRolloutBuffer(_CompressedRollout, buffers.DictRolloutBuffer)
     """
 
 
-def _rows(buffer_size: int, n_envs: int) -> int:
-    if buffer_size < 1 or n_envs < 1:
-        raise ValueError(f"buffer_size and n_envs are at least 1, got {buffer_size} and {n_envs}")
-    return max(buffer_size // n_envs, 1)
-
-
 def _replace(buffer: Any, rows: int, compression: dict[str, Any]) -> None:
     """Gives a buffer of one row, as SB3 made it, all its rows, and stores where images are kept."""
     space, shape = buffer.observation_space, buffer.obs_shape
@@ -278,29 +318,8 @@ def _replace(buffer: Any, rows: int, compression: dict[str, Any]) -> None:
         buffer.next_observations = map_leaves(make_twin, buffer.observations)
 
 
-def _fitted(store: Any, batch: Any) -> Any:
+def _fit(store: Any, batch: Any) -> Any:
     """A batch as it can be written; a batch of numbers gains the axis that SB3 gives them."""
-    if isinstance(store, np.ndarray) and np.size(batch) == math.prod(store.shape[1:]):
-        batch = np.asarray(batch).reshape(store.shape[1:])
+    if store.shape[2:] == (1,) and np.shape(batch) == store.shape[1:2]:
+        batch = np.asarray(batch)[:, None]
     return fit_batch(batch, store.shape[1], store.shape[2:], store.dtype)
-
-
-def _finish_row(buffer: Any, rest: tuple[Any, Any, Any, Any]) -> None:
-    row = buffer.pos
-    buffer.actions[row], buffer.rewards[row], buffer.dones[row], buffer.timeouts[row] = rest
-    buffer.pos = (row + 1) % buffer.buffer_size
-    buffer.full |= buffer.pos == 0
-
-
-def _scalars(buffer: Any, rows: Any, envs: Any, env: VecNormalize | None) -> tuple[Any, Any, Any]:
-    """Actions, dones that are no timeouts, and rewards, each with an axis for the batch and one more."""
-    index = rows * buffer.n_envs + envs
-    dones = buffer.dones.take(index) * (1 - buffer.timeouts.take(index))
-    rewards = buffer._normalize_reward(buffer.rewards.take(index)[:, None], env)
-    actions = buffer.actions.reshape(-1, buffer.actions.shape[2]).take(index, axis=0)
-    return actions, dones[:, None], rewards
-
-
-def _tensor(buffer: Any, array: Any) -> torch.Tensor:
-    """A tensor over the memory of an array, which nobody else holds; a copy of it on another device."""
-    return torch.from_numpy(array).to(buffer.device)

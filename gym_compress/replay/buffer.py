@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,8 @@ class ReplaySamples(NamedTuple):
         observations: ``(batch_size, *observation)``, of the space's dtype; a dict or tuple of these for such
             a space.
         actions: ``(batch_size, action_dim)``.
-        next_observations: As ``observations``.
+        next_observations: As ``observations``. In most batches of stacks both are views of one array, which
+            is not contiguous then: copy them before writing to them in place.
         dones: ``(batch_size, 1)`` float32: 1 where the episode terminated, 0 also where a time limit ended it
             if the buffer handles timeouts.
         rewards: ``(batch_size, 1)`` float32.
@@ -111,8 +111,6 @@ class CompressedReplayBuffer:
         self.timeouts = np.zeros(rows, np.float32)
         # Whether the sequence of observations ends with a row: an episode's end, or a reset without one.
         self._ends = np.zeros(rows, np.bool_)
-        self._added = 0  # how often something changed
-        self._known_starts: tuple[Any, Any] = (None, None)  # of sample_sequences, and for what
         self._rng = np.random.default_rng(seed)
         self._lock = threading.Lock()
 
@@ -145,11 +143,10 @@ class CompressedReplayBuffer:
             self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
             self._ends[row] = self.dones[row] != 0
             before = (row - 1) % self.buffer_size
-            if self.size() and before != row:
+            if self.size() and before != row and not self._ends[before].all():
                 self._ends[before] |= ~self._follows(before, row)
             self.pos = (row + 1) % self.buffer_size
             self.full |= self.pos == 0
-            self._added += 1
 
     def _fitted(self, store: Any, batch: Any) -> Any:
         return fit_batch(batch, self.n_envs, store.shape[2:], store.dtype)
@@ -157,6 +154,8 @@ class CompressedReplayBuffer:
     def _by_leaf(self, batch: Any) -> Any:
         """A list of dicts or tuples as a dict or tuple of lists."""
         if isinstance(self.observation_space, (spaces.Dict, spaces.Tuple)) and isinstance(batch, list):
+            if len(batch) != self.n_envs:
+                raise ValueError(f"Expected {self.n_envs} observations, one an environment, got {len(batch)}")
             return map_leaves(lambda *leaves: list(leaves), *batch)
         return batch
 
@@ -168,15 +167,28 @@ class CompressedReplayBuffer:
             if isinstance(store, ObservationStore):
                 follow[:] &= store.follows(twin, before, row)
             else:
-                follow[:] &= (store[row] == twin[before]).reshape(self.n_envs, -1).all(axis=1)
+                follow[:] &= [
+                    a.tobytes() == b.tobytes() for a, b in zip(store[row], twin[before], strict=True)
+                ]
 
         map_leaves(leaf, self.observations, self.next_observations)
         return follow
 
-    def extend(self, *args: Any) -> None:
-        """Stores several transitions of each environment: :meth:`add`'s arguments with an axis in front."""
-        for transition in zip(*args, strict=True):
-            self.add(*transition)
+    def extend(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        """Stores several transitions of each environment: :meth:`add`'s arguments with an axis in front.
+
+        Raises:
+            ValueError: If they differ in length; nothing is stored then. Else as :meth:`add`.
+        """
+        lengths = {len(part) for part in (action, reward, done, infos)}
+        for tree in (obs, next_obs):
+            map_leaves(lambda _, leaf: lengths.add(len(leaf)), self.observations, tree)
+        if len(lengths) != 1:
+            raise ValueError(f"Expected arguments of the same length, got lengths {sorted(lengths)}")
+        for i in range(lengths.pop()):
+            one = map_leaves(lambda _, leaf, i=i: leaf[i], self.observations, obs)
+            following = map_leaves(lambda _, leaf, i=i: leaf[i], self.observations, next_obs)
+            self.add(one, following, action[i], reward[i], done[i], infos[i])
 
     def size(self) -> int:
         """The number of rows that are filled; a row holds a transition of each environment."""
@@ -193,35 +205,23 @@ class CompressedReplayBuffer:
             map_leaves(clear, self.next_observations)
             self.pos, self.full = 0, False
             self._ends.fill(False)
-            self._added += 1
 
     @property
     def nbytes(self) -> int:
         """Bytes that the transitions would take in arrays."""
-        return self._total("nbytes", twins=True)
+        return sum(value.nbytes for value in self._values())
 
     @property
     def cbytes(self) -> int:
-        """Bytes of the compressed chunks and of the arrays."""
-        return self._total("cbytes", twins=False)
-
-    def _total(self, attribute: str, twins: bool) -> int:
-        total = 0
-
-        def leaf(store: Any) -> None:
-            nonlocal total
-            total += getattr(store, attribute if isinstance(store, ObservationStore) else "nbytes")
-
+        """Bytes of the compressed chunks, the references to them, and the arrays."""
         with self._lock:
-            map_leaves(leaf, self.observations)
-            if twins:
-                map_leaves(leaf, self.next_observations)
-            else:
-                map_leaves(
-                    lambda store: None if isinstance(store, ObservationStore) else leaf(store),
-                    self.next_observations,
-                )
-        return total + sum(a.nbytes for a in (self.actions, self.rewards, self.dones, self.timeouts))
+            return sum(getattr(value, "cbytes", value.nbytes) for value in self._values())
+
+    def _values(self) -> list[Any]:
+        values: list[Any] = [self.actions, self.rewards, self.dones, self.timeouts]
+        for tree in (self.observations, self.next_observations):
+            map_leaves(values.append, tree)
+        return values
 
     def sample(self, batch_size: int, env: Any = None) -> ReplaySamples:
         """Draws transitions uniformly, with replacement.
@@ -251,7 +251,7 @@ class CompressedReplayBuffer:
         Raises:
             IndexError: If an index leads to no transition.
         """
-        indices = np.asarray(indices)
+        indices = np.asarray(indices) if np.size(indices) else np.empty(0, np.int64)
         if indices.ndim != 1 or indices.dtype.kind not in "iu":
             raise IndexError(
                 f"Expected a list of integers, got shape {indices.shape} and dtype {indices.dtype}"
@@ -284,30 +284,35 @@ class CompressedReplayBuffer:
         if operator.index(length) < 1:
             raise ValueError(f"length is expected to be at least 1, actual value: {length}")
         with self._lock:
-            starts, longest = self._starts(length)
-            if not len(starts):
-                raise ValueError(
-                    f"Expected sequences of {length} transitions, but the longest episode has {longest}"
-                )
-            rows, envs = np.divmod(starts[self._rng.integers(len(starts), size=batch_size)], self.n_envs)
-            oldest = self.pos if self.full else 0
-            rows = (oldest + rows[:, None] + np.arange(length)) % self.buffer_size
-            return self._samples(rows, np.broadcast_to(envs[:, None], rows.shape))
+            starts = self._starts(batch_size, length)
+            rows = ((self.pos if self.full else 0) + starts[:, :1] + np.arange(length)) % self.buffer_size
+            return self._samples(rows, np.broadcast_to(starts[:, 1:], rows.shape))
 
-    def _starts(self, length: int) -> tuple[NDArray[np.int64], int]:
-        """Where runs of a length can begin, as indices counted from the oldest row, and the longest run."""
-        key = (self._added, length)
-        if self._known_starts[0] != key:
-            ends = np.roll(self._ends, -self.pos, axis=0) if self.full else self._ends[: self.pos].copy()
-            ends[-1:] = True
-            steps = np.arange(len(ends))[:, None]
-            end_of = np.where(ends, steps, len(ends))
-            end_of = np.minimum.accumulate(end_of[::-1], axis=0)[::-1]
-            runs = end_of - steps + 1
-            starts = np.flatnonzero(runs >= length)
-            self._known_starts = key, (starts, int(runs.max(initial=0)))
-        starts, longest = self._known_starts[1]
-        return starts, longest
+    def _starts(self, batch_size: int, length: int) -> NDArray[np.int64]:
+        """Draws where runs begin: ``(batch_size, 2)``, a row counted from the oldest one, and an environment."""
+        size, oldest = self.size(), self.pos if self.full else 0
+        found = np.empty((0, 2), np.int64)
+        if length <= size:
+            # places are drawn and refused where an episode ends before the run does; that is quick if few do
+            for _ in range(8):
+                drawn = self._rng.integers((size - length + 1, self.n_envs), size=(2 * batch_size, 2))
+                rows = (oldest + drawn[:, :1] + np.arange(length - 1)) % self.buffer_size
+                whole = ~self._ends[rows, drawn[:, 1:]].any(axis=1)
+                found = np.concatenate([found, drawn[whole]])
+                if len(found) >= batch_size:
+                    return found[:batch_size]
+        ends = np.roll(self._ends, -oldest, axis=0)[:size]
+        ends[-1:] = True
+        steps = np.arange(size)[:, None]
+        end_of = np.minimum.accumulate(np.where(ends, steps, size)[::-1], axis=0)[::-1]
+        runs = end_of - steps + 1
+        starts = np.argwhere(runs >= length)
+        if not len(starts):
+            longest = runs.max(initial=0)
+            raise ValueError(
+                f"Expected sequences of {length} transitions, but the longest episode has {longest}"
+            )
+        return starts[self._rng.integers(len(starts), size=batch_size)]
 
     def _samples(self, rows: NDArray[Any], envs: NDArray[Any], env: Any = None) -> ReplaySamples:
         pairs = map_leaves(
@@ -354,24 +359,27 @@ def transition_arrays(
     if not buffer.handle_timeout_termination:
         timeouts: Any = np.zeros(n_envs)
     elif isinstance(infos, Mapping):
-        timeouts = np.broadcast_to(np.asarray(infos.get("TimeLimit.truncated", False), np.bool_), n_envs)
-    else:
+        timeouts = np.broadcast_to(np.asarray(infos.get("TimeLimit.truncated", False)), n_envs)
+    elif isinstance(infos, Sequence):
         timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
+    else:
+        raise ValueError(f"Expected infos of {n_envs} environments, got {infos!r}")
     return (
-        _shaped(action, buffer.actions.shape[1:], "actions"),
-        _shaped(reward, (n_envs,), "rewards"),
-        _shaped(done, (n_envs,), "dones"),
-        _shaped(timeouts, (n_envs,), "infos"),
+        _shaped(action, buffer.actions[0], "actions"),
+        _shaped(reward, buffer.rewards[0], "rewards"),
+        _shaped(done, buffer.dones[0], "dones"),
+        _shaped(timeouts, buffer.timeouts[0], "infos"),
     )
 
 
-def _shaped(values: Any, shape: tuple[int, ...], name: str) -> NDArray[Any]:
+def _shaped(values: Any, row: NDArray[Any], name: str) -> NDArray[Any]:
+    """Values of all environments as an array like the row of a buffer that they will be written to."""
     array = np.asarray(values)
-    if array.shape == shape:
-        return array
-    if array.size != math.prod(shape):
-        raise ValueError(f"Expected {name} of {shape[0]} environments, {shape}, got shape {array.shape}")
-    return array.reshape(shape)
+    if array.size != row.size:
+        raise ValueError(f"Expected {name} of {len(row)} environments, {row.shape}, got shape {array.shape}")
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"Expected {name} that are numbers, got dtype {array.dtype}")
+    return array.reshape(row.shape).astype(row.dtype, copy=False)
 
 
 def _action_dim(space: spaces.Space[Any]) -> int:

@@ -22,11 +22,10 @@ __all__ = ["ObservationStore", "fit_batch", "make_store", "make_twin", "read_pai
 
 # Along an axis of at most this many entries, "auto" looks for frames that were stacked.
 _MOST_SLICES = 16
-# How far a stack may have moved on: by nothing, by a grey frame, by an RGB frame.
-_SHIFTS = (0, 1, 3)
 # In place of the number of a first slice: nothing is there; and what is there is no run of slices.
 _EMPTY, _ODD = -1, -2
 _INT32 = 2**31 - 1
+_ALL = {repr(slice(None)), repr(Ellipsis)}
 
 
 def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -130,7 +129,7 @@ class Stream:
         self._chunks: list[Chunk | None] = []
         self._firsts = array("q")  # where the range of each chunk begins
         self._users = array("q")  # how many references lead to each chunk
-        self._adopted: dict[Chunk, int] = {}  # where the range of a chunk begins that a wrapper wrote
+        self._adopted: dict[Chunk, _Adopted] = {}  # the chunks that wrappers write
         self._gone = 0  # how many chunks at the front of the lists are gone
         self._end = 0
         self._own: Chunk | None = None  # the chunk that is being written
@@ -162,6 +161,7 @@ class Stream:
         numbers = self._adopt(observation) if isinstance(observation, CompressedObservation) else None
         if numbers is not None:
             self._last = None
+            self.seal()  # a chunk that stays open would stay in front of those that come and go
         else:
             slices = self._slicing.cut(np.asarray(observation))
             words = _words(slices)
@@ -194,7 +194,8 @@ class Stream:
         last, count = self._last, self._slicing.count
         if last is None:
             return []
-        for shift in (self._shift, 0, *_SHIFTS[1:]) if moves else (0, self._shift, *_SHIFTS[1:]):
+        likely = (self._shift, 0) if moves else (0, self._shift)
+        for shift in (*likely, *[shift for shift in range(1, count) if shift != self._shift]):
             if shift < count:
                 apart = len(words) // count * shift
                 if (words[: len(words) - apart] == last[apart:]).all():
@@ -212,11 +213,13 @@ class Stream:
             return None
         numbers: list[int] = []
         for chunk, start, length in segments:
-            first = self._adopted.get(chunk)
-            if first is None:
-                first = self._adopted[chunk] = self._end
-                self._register(chunk, chunk.nbytes // nbytes)
-            numbers.extend(range(first + start // nbytes, first + (start + length) // nbytes))
+            if chunk not in self._adopted:
+                # the end of a chunk that makes no whole slice has a number too, which nothing refers to
+                self._adopted[chunk] = _Adopted(self._end)
+                self._register(chunk, -(-chunk.nbytes // nbytes))
+            adopted = self._adopted[chunk]
+            adopted.end = max(adopted.end, start + length)
+            numbers.extend(range(adopted.first + start // nbytes, adopted.first + (start + length) // nbytes))
         return numbers
 
     def _register(self, chunk: Chunk, slices: int) -> None:
@@ -283,17 +286,35 @@ class Stream:
             index += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Compresses what is raw, since a chunk that goes elsewhere is not written any more."""
+        """All in sealed chunks: those that wrappers still write are copied as far as they are referred to."""
         self.seal()
-        return self.__dict__
+        chunks = list(self._chunks)
+        for chunk, adopted in self._adopted.items():
+            if not chunk.sealed:
+                raw = np.frombuffer(chunk.content[: adopted.end], self._slicing.dtype)
+                chunks[self._index(adopted.first)] = Chunk.from_array(raw, chunk.codec)
+        return {**self.__dict__, "_chunks": chunks, "_adopted": {}}
 
     def seal(self) -> None:
         """Compresses the slices that are raw so far."""
         self._writer.seal()
-        if self._own is not None and self._chunks and self._own is self._chunks[-1]:
+        own, self._own = self._own, None
+        if own is None:
+            return
+        if own is self._chunks[-1]:
             # nothing follows it yet: its range ends with its slices, and the next one's goes on
-            self._end = self._own_first + self._own.nbytes // max(self._slicing.slice_nbytes, 1)
-        self._own = None
+            self._end = self._own_first + own.nbytes // max(self._slicing.slice_nbytes, 1)
+        self._let_go(self._index(self._own_first))
+
+
+class _Adopted:
+    """A chunk that a wrapper writes: where its range begins, and how many of its bytes were ever referred to."""
+
+    __slots__ = ("end", "first")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.end = 0
 
 
 def _words(slices: NDArray[Any]) -> NDArray[Any]:
@@ -370,8 +391,9 @@ class ObservationStore:
 
     @property
     def cbytes(self) -> int:
-        """Bytes of the chunks, a twin's included."""
-        return sum(stream.cbytes for stream in self._streams)
+        """Bytes of the chunks and of the references to them; of a twin, the references alone."""
+        chunks = 0 if self._is_twin else sum(stream.cbytes for stream in self._streams)
+        return chunks + self._references.nbytes
 
     def __len__(self) -> int:
         return len(self._references)
@@ -387,8 +409,11 @@ class ObservationStore:
         row = operator.index(row)
         if not -rows <= row < rows:
             raise IndexError(f"Row {row} is out of range for {rows} rows")
-        row %= rows
-        batch = fit_batch(batch, n_envs, self._slicing.shape, self.dtype)
+        self.write(row % rows, fit_batch(batch, n_envs, self._slicing.shape, self.dtype))
+
+    def write(self, row: int, batch: Any) -> None:
+        """Writes a row that :func:`fit_batch` has checked."""
+        n_envs = self._references.shape[1]
         pairs = zip(self._streams, batch, strict=True)
         new = [stream.put(observation, moves=self._is_twin) for stream, observation in pairs]
         for env, reference in enumerate(new):
@@ -414,11 +439,18 @@ class ObservationStore:
         self._odd.clear()
 
     def follows(self, twin: ObservationStore, before: int, row: int) -> NDArray[np.bool_]:
-        """Whether what stands in a row is what stands in an earlier row of a twin, for each environment."""
+        """Whether what stands in a row is, bit for bit, what stands in an earlier row of a twin.
+
+        Returns:
+            ``(n_envs,)`` bool.
+        """
         ours, theirs = self._references[row].tolist(), twin._references[before].tolist()
-        return np.array(
-            [self._odd.get(a, a) == twin._odd.get(b, b) for a, b in zip(ours, theirs, strict=True)]
-        )
+        pairs = zip(ours, theirs, strict=True)
+        same = np.array([self._odd.get(a, a) == twin._odd.get(b, b) for a, b in pairs])
+        for env in np.flatnonzero(~same):  # equal values may be kept twice
+            kept = self[row, env : env + 1], twin[before, env : env + 1]
+            same[env] = kept[0].tobytes() == kept[1].tobytes()
+        return same
 
     def flattened(self) -> FlatStore:
         """The store as one axis, environment by environment."""
@@ -431,11 +463,13 @@ class ObservationStore:
         or ``store[row, :]``, all environments are meant.
         """
         key = key if isinstance(key, tuple) else (key,)
-        index = np.arange(self._references.size).reshape(self._references.shape)[key[:2]]
-        if any(part not in (slice(None), Ellipsis) for part in key[2:]):
+        if any(part is Ellipsis for part in key[:2]) or not all(part in _ALL for part in map(repr, key[2:])):
             raise IndexError(f"A store is indexed by rows and environments, got {key}")
-        rows, envs = np.divmod(index, self._references.shape[1])
-        (gathered,) = read_stores([self], rows, envs)
+        rows, envs = (*key, slice(None))[:2]
+        if isinstance(rows, slice) or isinstance(envs, slice):  # the places that NumPy finds in a grid of all
+            index = np.arange(self._references.size).reshape(self._references.shape)[rows, envs]
+            rows, envs = np.divmod(index, self._references.shape[1])
+        (gathered,) = read_stores([self], *np.broadcast_arrays(rows, envs))
         return gathered
 
 
@@ -509,7 +543,8 @@ def read_pair(
     slicing, streams = store._slicing, store._streams
     ours, theirs = store._references[rows, envs].ravel(), twin._references[rows, envs].ravel()
     shift = int(theirs[0] - ours[0]) if ours.size else 0
-    if shift not in _SHIFTS[1:] or ours.min() < 0 or (theirs - ours != shift).any():
+    # if an observation moved on by more than itself, slices that nobody refers to lie between
+    if not 0 < shift <= slicing.count or ours.min() < 0 or (theirs - ours != shift).any():
         observations, next_observations = read_stores([store, twin], rows, envs)
         return observations, next_observations
     count = slicing.count + shift
