@@ -4,8 +4,8 @@
     python examples/cleanrl_dqn_atari.py --no-compressed ...
 
 Needs the extra ``atari`` and PyTorch; ``--no-compressed`` needs the extra ``sb3``, whose replay buffer it
-uses, and ``--tensorboard`` needs tensorboard. With the same seed, both train alike, but draw different
-batches.
+uses, and ``--tensorboard`` needs tensorboard. Both memories hold the same transitions and draw from them
+uniformly, each with a generator of its own.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Args:
     gamma: float = 0.99
     """the discount"""
     target_network_frequency: int = 1000
-    """steps between copies of the network to the target network"""
+    """steps of each environment between copies of the network to the target network"""
     batch_size: int = 32
     """transitions in a batch"""
     start_e: float = 1.0
@@ -58,7 +58,7 @@ class Args:
     learning_starts: int = 80_000
     """steps before the first update"""
     train_frequency: int = 4
-    """steps between updates"""
+    """steps of each environment between updates"""
     tensorboard: bool = False
     """whether to write curves to the folder runs"""
 
@@ -66,8 +66,8 @@ class Args:
 def make_env(env_id: str) -> gym.Env:
     """An Atari game with the usual preprocessing."""
     env = gym.make(env_id, frameskip=1)
-    env = RecordEpisodeStatistics(env)
     env = AtariPreprocessing(env)
+    env = RecordEpisodeStatistics(env)
     env = ClipReward(env, -1.0, 1.0)
     return FrameStackObservation(env, 4)
 
@@ -126,6 +126,7 @@ if __name__ == "__main__":
     envs = SyncVectorEnv(
         [lambda: make_env(args.env_id)] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP
     )
+    envs.single_action_space.seed(args.seed)
     actions_count = int(envs.single_action_space.n)
     q_network = QNetwork(actions_count).to(device)
     optimizer = optim.Adam(q_network.parameters(), lr=args.learning_rate)
@@ -183,7 +184,7 @@ if __name__ == "__main__":
 
         # learn
         if global_step > args.learning_starts:
-            if global_step % args.train_frequency == 0:
+            if global_step // args.num_envs % args.train_frequency == 0:
                 data = rb.sample(args.batch_size)
                 with torch.no_grad():
                     target_max, _ = target_network(data.next_observations).max(dim=1)
@@ -196,12 +197,15 @@ if __name__ == "__main__":
                 if writer and global_step % 100 == 0:
                     writer.add_scalar("losses/td_loss", loss, global_step)
                     writer.add_scalar("charts/SPS", global_step / (time.time() - start_time), global_step)
-            if global_step % args.target_network_frequency == 0:
+            if global_step // args.num_envs % args.target_network_frequency == 0:
                 target_network.load_state_dict(q_network.state_dict())
 
     sps = args.total_timesteps / (time.time() - start_time)
-    taken = rb.cbytes if args.compressed else rb.observations.nbytes + rb.next_observations.nbytes
-    print(f"{sps:.0f} steps a second, loss {loss.item():.5f}, replay memory {taken / 1e6:,.1f} MB")
+    filled = rb.size() / rb.buffer_size
+    plain = rb.nbytes if args.compressed else rb.observations.nbytes + rb.next_observations.nbytes
+    taken = rb.cbytes if args.compressed else plain * filled
+    print(f"{sps:.0f} steps a second, loss {loss.item():.5f}")
+    print(f"replay memory {taken / 1e6:,.1f} MB, in arrays {plain * filled / 1e6:,.1f} MB")
     envs.close()
     if writer:
         writer.close()

@@ -13,7 +13,7 @@ import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.wrappers import AtariPreprocessing, TransformObservation
+from gymnasium.wrappers import AtariPreprocessing, TimeLimit, TransformObservation
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -37,7 +37,7 @@ class Args:
     """sequences in a batch"""
     length: int = 20
     """steps in a sequence"""
-    buffer_size: int = 1_000_000
+    buffer_size: int = 100_000
     """steps in the memory"""
     seed: int = 0
     """of everything"""
@@ -47,7 +47,7 @@ class ExperienceReplay:
     """Memory of single steps, sampled in sequences with time in front."""
 
     def __init__(self, env: gym.Env, size: int, seed: int) -> None:
-        # a single image is no stack: `stack_size=1` keeps it whole
+        # a single image is no stack; `stack_size=1` saves looking for one
         self.buffer = CompressedReplayBuffer(
             size, env.observation_space, env.action_space, "cpu", stack_size=1, seed=seed
         )
@@ -96,8 +96,8 @@ class RewardModel(nn.Module):
 def make_env(args: Args) -> gym.Env:
     """An Atari game in 64x64 pixels, colours first."""
     gym.register_envs(ale_py)
-    env = gym.make(args.env_id, frameskip=1, max_num_frames_per_episode=4 * args.max_steps)
-    env = AtariPreprocessing(env, screen_size=64, grayscale_obs=False)
+    env = AtariPreprocessing(gym.make(args.env_id, frameskip=1), screen_size=64, grayscale_obs=False)
+    env = TimeLimit(env, args.max_steps)
     space = gym.spaces.Box(0, 255, (3, 64, 64), np.uint8)
     return TransformObservation(env, lambda obs: np.moveaxis(obs, 2, 0), space)
 
@@ -131,9 +131,9 @@ def main(args: Args) -> None:
         losses.append(loss.item())
 
     buffer = replay.buffer
-    plain = buffer.nbytes * buffer.size() / buffer.buffer_size
-    table = Table("steps", "memory", "in arrays", "first loss", "last loss")
-    row = f"{buffer.size():,}", f"{buffer.observations.cbytes / 1e6:.2f} MB", f"{plain / 1e6:,.1f} MB"
+    pixels = buffer.observations.nbytes * buffer.size() / buffer.buffer_size  # each image once
+    table = Table("steps", "images take", "in an array", "first loss", "last loss")
+    row = f"{buffer.size():,}", f"{buffer.observations.cbytes / 1e6:.2f} MB", f"{pixels / 1e6:,.1f} MB"
     table.add_row(*row, f"{losses[0]:.4f}", f"{np.mean(losses[-20:]):.4f}")
     Console().print(table)
 

@@ -207,8 +207,9 @@ def state(buffer):
     )
 
 
-def test_bad_input_changes_nothing():
-    buffer, source = filled(20)
+@pytest.mark.parametrize("steps", [20, 73])
+def test_bad_input_changes_nothing(steps):
+    buffer, source = filled(steps)
     before = state(buffer)
     good = (source[0], source[1], [1], [0.0], [False], [{}])
     for place, wrong, message in [
@@ -217,16 +218,100 @@ def test_bad_input_changes_nothing():
         (0, np.full((1, 4, 20, 18), 300), "int64"),
         (1, np.concatenate([source[1]] * 2), "shape"),
         (2, [1, 2], "actions"),
+        (2, ["x"], "actions"),
         (3, [1.0, 2.0], "rewards"),
+        (3, [None], "rewards"),
         (4, [], "dones"),
+        (4, ["no"], "dones"),
         (5, [{}, {}], "infos"),
+        (5, [{"TimeLimit.truncated": None}], "infos"),
+        (5, None, "infos"),
     ]:
         with pytest.raises(ValueError, match=message):
             buffer.add(*good[:place], wrong, *good[place + 1 :])
         assert state(buffer) == before
+    with pytest.raises(ValueError, match="same length"):
+        buffer.extend(source[:3], source[1:4], [[1]] * 3, [[0.0]] * 2, [[False]] * 3, [[{}]] * 3)
+    assert state(buffer) == before
     for batch_size in (0, -3):
         with pytest.raises(ValueError, match="at least 1"):
             buffer.sample(batch_size)
+    with pytest.raises(ValueError, match="1 observations, one an environment, got 0"):
+        CompressedReplayBuffer(4, MIXED, ACTIONS, None).add([], [], [0], [0], [0], [{}])
+
+
+def test_extend_takes_dicts_and_tuples():
+    seen = play(AnyEnv(MIXED, episodes=(100,)), 12)
+    column = [
+        gym.vector.utils.concatenate(MIXED, [o], gym.vector.utils.create_empty_array(MIXED, 1)) for o in seen
+    ]
+    stacked = {
+        "image": np.stack([o["image"] for o in column]),
+        "rest": tuple(np.stack([o["rest"][i] for o in column]) for i in (0, 1)),
+    }
+    first = {"image": stacked["image"][:12], "rest": tuple(part[:12] for part in stacked["rest"])}
+    following = {"image": stacked["image"][1:], "rest": tuple(part[1:] for part in stacked["rest"])}
+    buffer, other = (CompressedReplayBuffer(20, MIXED, ACTIONS, None) for _ in range(2))
+    zeros = np.zeros((12, 1))
+    buffer.extend(first, following, zeros.astype(int), zeros, zeros, [[{}]] * 12)
+    for obs, after in zip(column, column[1:], strict=False):
+        other.add(obs, after, [0], [0], [0], [{}])
+    assert_same(tuple(buffer.get(np.arange(12))), tuple(other.get(np.arange(12))))
+    assert_same(buffer.sample_sequences(1, 12).observations["image"][0], stacked["image"][:12, 0])
+
+
+@pytest.mark.parametrize("how", ["decoded", "detached", "NaN"])
+def test_equal_values_follow_however_they_are_kept(how):
+    if how == "NaN":
+        space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+        seen = [np.array([i, np.nan, -0.0], np.float32) for i in range(7)]
+        pairs = [(a[None], b[None]) for a, b in zip(seen, seen[1:], strict=False)]
+    else:
+        env = CompressedFrameStack(MovingSquare(), 4)
+        space, seen = env.observation_space, play(env, 6)
+        change = (lambda obs: np.asarray(obs)) if how == "decoded" else (lambda obs: obs.detach())
+        pairs = [([change(a)], [b]) for a, b in zip(seen, seen[1:], strict=False)]
+    buffer = CompressedReplayBuffer(20, space, ACTIONS, None)
+    for obs, following in pairs:
+        buffer.add(obs, following, [0], [0], [False], [{}])
+    assert buffer.sample_sequences(2, 6).rewards.shape == (2, 6, 1)
+
+
+def test_sequences_see_what_was_added_since():
+    buffer, source = filled(8, episode=100)
+    for length in range(8, 30):
+        buffer.sample_sequences(2, length)
+        last = buffer.get([length - 1]).next_observations
+        buffer.add(last, source[length % 8], [0], [length], [False], [{}])
+
+
+def test_each_image_of_a_dict_must_follow():
+    space = spaces.Dict(a=spaces.Box(0, 255, (32, 32), np.uint8), b=spaces.Box(0, 255, (32, 32), np.uint8))
+
+    def obs(a, b):
+        return {"a": np.full((1, 32, 32), a, np.uint8), "b": np.full((1, 32, 32), b, np.uint8)}
+
+    for first in ((9, 1), (1, 9)):
+        buffer = CompressedReplayBuffer(20, space, ACTIONS, None)
+        buffer.add(obs(0, 0), obs(*first), [0], [0], [False], [{}])
+        buffer.add(obs(1, 1), obs(2, 2), [0], [0], [False], [{}])
+        with pytest.raises(ValueError, match="longest episode has 1"):
+            buffer.sample_sequences(1, 2)
+
+
+def test_fewer_transitions_than_environments_make_one_row():
+    buffer = CompressedReplayBuffer(2, PIXELS, ACTIONS, None, n_envs=5)
+    assert (buffer.buffer_size, buffer.rewards.shape) == (1, (1, 5))
+
+
+def test_a_buffer_is_pickled_while_the_environment_runs():
+    env = CompressedFrameStack(MovingSquare(episode=9), 4)
+    buffer = CompressedReplayBuffer(30, env.observation_space, ACTIONS, None, seed=0)
+    seen = play(env, 40)
+    for obs, following in zip(seen, seen[1:], strict=False):
+        buffer.add([obs], [following], [0], [0], [False], [{}])
+    again = pickle.loads(pickle.dumps(buffer))
+    assert_same(tuple(again.sample(50)), tuple(buffer.sample(50)))
 
 
 @pytest.mark.parametrize(
@@ -301,9 +386,12 @@ def test_one_thread_adds_while_others_sample():
 
     buffer.add(stack(0), stack(1), [0], [0], [False], [{}])
 
+    reads = []
+
     def read():
         while not stop.is_set():
             batch = buffer.sample(8)
+            reads.append(1)
             for obs, following, reward in zip(
                 batch.observations, batch.next_observations, batch.rewards, strict=True
             ):
@@ -322,3 +410,4 @@ def test_one_thread_adds_while_others_sample():
     for reader in readers:
         reader.join()
     assert not wrong
+    assert len(reads) > 10

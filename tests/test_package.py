@@ -35,12 +35,12 @@ def test_only_the_codec_imports_blosc2():
 
 EXAMPLES = {  # what is run, and what it prints
     "pong_memory.py --steps 400": r"400 .* MB .*11\.3 MB[\s\S]*a batch for the network: \(32, 4, 84, 84\), uint8",
-    "sb3_dqn_atari.py --steps 300 --buffer-size 200 --learning-starts 250": r"200 transitions\n.*arrays 11\.3 MB",
+    "sb3_dqn_atari.py --steps 300 --buffer-size 200 --learning-starts 250": r"200 transitions\n.*takes 0\.\d MB, in arrays 11\.3 MB",
     "cleanrl_dqn_atari.py --env-id ALE/Breakout-v5 --total-timesteps 700 --learning-starts 600 --num-envs 2"
-    " --exploration-fraction 10 --buffer-size 1000": r"episode of \d+ steps, return \d+[\s\S]* memory 0\.\d MB",
+    " --exploration-fraction 10 --buffer-size 1000": r"episode of \d+ steps, return \d+[\s\S]* memory 0\.\d MB, in arrays 39\.\d MB",
     "cleanrl_dqn_atari.py --total-timesteps 150 --learning-starts 100 --buffer-size 100"
-    " --no-compressed": r"replay memory 5\.6 MB",
-    "planet_pixels.py --episodes 2 --max-steps 60 --updates 2 --length 10": r"1\d\d .* 0\.\d+ MB .* [23]\.\d MB",
+    " --no-compressed": r"replay memory 5\.6 MB, in arrays 5\.6 MB",
+    "planet_pixels.py --episodes 2 --max-steps 60 --updates 2 --length 10 --buffer-size 1000": r"120 .* 0\.\d+ MB .* 1\.5 MB",
 }
 
 

@@ -290,6 +290,60 @@ def test_hindsight_batches_equal_sb3s():
     assert_equal_batches(one, other)
 
 
+def test_empty_buffers_and_wrong_shapes_are_refused():
+    for cls, space in (
+        (ours.CompressedReplayBuffer, STACKS),
+        (ours.CompressedNStepReplayBuffer, STACKS),
+        (ours.CompressedDictReplayBuffer, DICT),
+    ):
+        with pytest.raises(ValueError, match="nothing was added"):
+            cls(10, space, DISCRETE, "cpu").sample(3)
+    buffer = ours.CompressedReplayBuffer(10, VECTOR, CONTINUOUS, "cpu", 3)
+    zeros = np.zeros(3)
+    for obs in (np.zeros((5, 3), np.float32), np.zeros((1, 15), np.float32)):
+        with pytest.raises(ValueError, match="shape"):
+            buffer.add(obs, obs, np.zeros((3, 2, 2)), zeros, zeros, [{}] * 3)
+    for rows, n_envs in ((0, 1), (4, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            ours.CompressedRolloutBuffer(rows, STACKS, DISCRETE, "cpu", n_envs=n_envs)
+
+
+def test_a_refused_hindsight_transition_changes_nothing():
+    env = DummyVecEnv([Goals])
+    buffer = ours.CompressedHerReplayBuffer(4, env.observation_space, env.action_space, env, "cpu")
+    obs = env.reset()
+    for i in range(4):
+        buffer.add(dict(obs), dict(obs), np.zeros((1, 2)), np.zeros(1), np.array([i % 2 == 1]), [{}])
+    before = buffer.ep_length.copy()
+    with pytest.raises(ValueError, match="shape"):
+        buffer.add(
+            {**obs, "camera": obs["camera"][:, :2]}, dict(obs), np.zeros((1, 2)), np.zeros(1), [False], [{}]
+        )
+    assert_same(buffer.ep_length, before)
+
+
+def test_bytes():
+    buffer = ours.CompressedDictReplayBuffer(50, DICT, DISCRETE, "cpu", 2, codec="none")
+    plain = buffers.DictReplayBuffer(50, DICT, DISCRETE, "cpu", 2)
+    fields = [*plain.observations.values(), *plain.next_observations.values()]
+    fields += [plain.actions, plain.rewards, plain.dones, plain.timeouts]
+    assert buffer.nbytes == sum(field.nbytes for field in fields)
+    empty = buffer.cbytes
+    images = 2 * plain.observations["image"].nbytes
+    assert empty == buffer.nbytes - images + 2 * 4 * 50  # references in the place of images
+    transitions = Transitions(DICT, DISCRETE, 2)
+    for _ in range(10):
+        buffer.add(*transitions())
+    assert empty + 2 * 10 * 3 * 24 * 24 < buffer.cbytes
+
+
+def test_settings_reach_the_chunks():
+    for cls in (ours.CompressedReplayBuffer, ours.CompressedRolloutBuffer):
+        buffer = cls(20, STACKS, DISCRETE, "cpu", codec="zstd:3", frames_per_chunk=7)
+        writer = buffer.observations._streams[0]._writer
+        assert (str(writer.codec), writer.frames_per_chunk) == ("zstd:3", 7)
+
+
 @pytest.fixture
 def one_thread():
     threads = torch.get_num_threads()

@@ -267,3 +267,137 @@ def test_small_leaves_and_vectors_are_arrays():
     assert isinstance(make_store(3, 2, spaces.Box(0, 255, (32, 32), np.uint8)), ObservationStore)
     with pytest.raises(TypeError, match="fixed shape"):
         make_store(3, 2, spaces.Text(4))
+
+
+class Frames(AnyEnv):
+    """Numbered frames."""
+
+    def _draw(self):
+        self.number = getattr(self, "number", -1) + 1
+        return np.full(self.observation_space.shape, self.number % 251, self.observation_space.dtype)
+
+
+def kept_and_expected(stacked, frames_per_chunk, wrapper_frames_per_chunk, rows=30, steps=120, **kwargs):
+    """Adopted stacks, every store read back after each step against what the wrapper said."""
+    env = CompressedFrameStack(
+        Frames(spaces.Box(0, 255, (12, 10), np.uint8), episodes=(17, 8)),
+        stacked,
+        frames_per_chunk=wrapper_frames_per_chunk,
+    )
+    store = ObservationStore(rows, 1, env.observation_space, frames_per_chunk=frames_per_chunk, **kwargs)
+    twin = store.twin()
+    obs, _ = env.reset(seed=0)
+    expected = {}
+    for i in range(steps):
+        following, _, terminated, truncated, _ = env.step(0)
+        store[i % rows], twin[i % rows] = [obs], [following]
+        expected[i % rows] = np.asarray(obs), np.asarray(following)
+        obs = env.reset()[0] if terminated or truncated else following
+        at = np.array(list(expected))
+        pair = read_pair(store, twin, at, 0 * at)
+        assert_same(pair, tuple(np.stack(part) for part in zip(*expected.values(), strict=True)))
+    return env, store, twin, expected
+
+
+@pytest.mark.parametrize("stack_size", [1, 4, 5])
+@pytest.mark.parametrize("slices", ["auto", 1])
+@pytest.mark.parametrize("wrapper_frames_per_chunk", [1, 2, 7, 8, 12])
+def test_adopted_stacks_of_any_chunks_read_as_they_were(stack_size, slices, wrapper_frames_per_chunk):
+    env, store, twin, expected = kept_and_expected(stack_size, 3, wrapper_frames_per_chunk, stack_size=slices)
+    at = np.array(list(expected))
+    want = tuple(np.stack(part) for part in zip(*expected.values(), strict=True))
+    copies = [
+        pickle.loads(pickle.dumps((store, twin))),
+        copy.deepcopy((store, twin)),
+    ]  # while the wrapper writes
+    for pair in (*copies, (store, twin)):
+        assert_same(read_pair(*pair, at, 0 * at), want)
+    env.close()
+    for pair in (*copies, (store, twin)):
+        assert_same(read_pair(*pair, at, 0 * at), want)
+
+
+def test_a_copy_while_the_wrapper_writes_holds_what_is_referred_to_and_no_more():
+    env = CompressObservation(Frames(spaces.Box(0, 255, (40, 40), np.uint8)), frames_per_chunk=1000)
+    store = ObservationStore(4, 1, env.observation_space)
+    store[0] = [env.reset()[0]]
+    assert store.cbytes > 1000 * 1600  # the wrapper's raw chunk
+    assert len(pickle.dumps(store)) < 10_000
+
+
+def test_saving_changes_nothing_that_is_read():
+    frames = Frames(spaces.Box(0, 255, (32, 32), np.uint8))
+    env = CompressObservation(frames, frames_per_chunk=8)
+    adopted = [env.reset()[0]] + [env.step(0)[0] for _ in range(3)]
+    env.close()
+    store = ObservationStore(10, 1, env.observation_space, frames_per_chunk=4)
+    twin = store.twin()
+
+    def image(i):
+        return np.full((1, 32, 32), 100 + i, np.uint8)
+
+    store[0], twin[0] = image(0), image(1)
+    store[1], twin[1] = image(1), [adopted[0]]
+    store[2], twin[2] = [adopted[3]], image(9)
+    for _ in range(2):
+        for row, (obs, following) in enumerate([(100, 101), (101, 0), (3, 109)]):
+            pair = read_pair(store, twin, np.array([row]), np.array([0]))
+            assert [int(part.max()) for part in pair] == [obs, following]
+        pickle.dumps((store, twin))
+
+
+def test_nothing_leaks_however_dense_and_adopted_rows_mix():
+    rng = np.random.default_rng(0)
+    store = ObservationStore(4, 1, spaces.Box(0, 255, (4, 32, 32), np.uint8), stack_size=2, codec="none")
+    twin = store.twin()
+    for i in range(400):
+        env = CompressObservation(
+            Frames(spaces.Box(0, 255, (32, 32), np.uint8)), frames_per_chunk=2, codec="none"
+        )
+        frames = [env.reset()[0], env.step(0)[0]]
+        env.close()
+        stranger = CompressedObservation.from_frames(
+            rng.integers(0, 255, (1, 32, 32), np.uint8), codec="none"
+        )
+        half = CompressedObservation.from_frames([*frames, stranger[0], frames[0]])
+        whole = CompressedObservation.from_frames([*frames, *frames])
+        dense = rng.integers(0, 255, (1, 4, 32, 32), dtype=np.uint8)
+        for batch in ([half], [whole], dense):
+            store[i % 4], twin[(i + 1) % 4] = batch, batch
+        if i % 10 == 0:
+            store, twin = pickle.loads(pickle.dumps((store, twin)))
+        assert store.cbytes < 8 * 4 * 1024 + 40 * 1024
+        assert len(store._odd) + len(twin._odd) <= 8
+    (stream,) = store._streams
+    assert len(stream._chunks) < 700
+    assert len(stream._adopted) <= 16
+
+
+def test_chunks_that_come_and_go_leave_no_list_behind():
+    env = CompressObservation(Frames(spaces.Box(0, 255, (32, 32), np.uint8)), frames_per_chunk=1)
+    store = ObservationStore(4, 1, env.observation_space)
+    store[0] = np.zeros((1, 32, 32), np.uint8)
+    store[1] = [env.reset()[0]]
+    for i in range(2000):
+        store[1 + i % 3] = [env.step(0)[0]]
+    store[0] = [env.step(0)[0]]
+    for i in range(600):
+        store[i % 4] = [env.step(0)[0]]
+    assert len(store._streams[0]._chunks) < 600
+
+
+def test_one_row_is_written_before_the_old_one_goes():
+    store = ObservationStore(1, 1, spaces.Box(0, 255, (4, 20, 18), np.uint8), frames_per_chunk=1)
+    frames = np.random.default_rng(0).integers(0, 255, (60, 20, 18), dtype=np.uint8)
+    for i in range(50):
+        store[0] = frames[None, i : i + 4]
+        assert_same(store[0], frames[None, i : i + 4])
+
+
+@pytest.mark.parametrize("by", [1, 2, 3, 4])
+def test_stacks_that_move_by_any_number_keep_each_frame_once(by):
+    frames = np.random.default_rng(0).integers(0, 255, (600, 16, 16), dtype=np.uint8)
+    store = ObservationStore(100, 1, spaces.Box(0, 255, (4, 16, 16), np.uint8), codec="none")
+    for i in range(100):
+        store[i] = frames[None, by * i : by * i + 4]
+    assert store.cbytes <= (100 * by + 4 + 24) * 256 + 400

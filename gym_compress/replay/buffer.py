@@ -289,7 +289,7 @@ class CompressedReplayBuffer:
             return self._samples(rows, np.broadcast_to(starts[:, 1:], rows.shape))
 
     def _starts(self, batch_size: int, length: int) -> NDArray[np.int64]:
-        """Draws where runs begin: ``(batch_size, 2)``, a row counted from the oldest one, and an environment."""
+        """Draws where runs begin: ``(batch_size, 2)``, a row counted from the oldest, and an environment."""
         size, oldest = self.size(), self.pos if self.full else 0
         found = np.empty((0, 2), np.int64)
         if length <= size:

@@ -308,7 +308,7 @@ class Stream:
 
 
 class _Adopted:
-    """A chunk that a wrapper writes: where its range begins, and how many of its bytes were ever referred to."""
+    """A chunk that a wrapper writes: where its range begins, and how many of its bytes are referred to."""
 
     __slots__ = ("end", "first")
 
