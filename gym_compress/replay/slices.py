@@ -1,0 +1,294 @@
+"""Observations as slices: how they are taken apart, and the chunks that hold the slices of one environment."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gym_compress.chunk import Chunk, ChunkWriter, Piece
+from gym_compress.codec import Codec
+from gym_compress.observation import CompressedObservation
+
+__all__ = ["Slicing", "Stream"]
+
+# Along an axis of at most this many entries, "auto" looks for frames that were stacked.
+_MOST_SLICES = 16
+
+
+class Slicing:
+    """How observations of one shape are taken apart into slices along an axis.
+
+    A slice is what is compared with slices before it and written once. A stack of grey frames has a slice a
+    frame, a stack of RGB frames along channels three; an observation that is no stack may be one slice.
+
+    Args:
+        shape: The shape of an observation.
+        dtype: Its dtype.
+        stack_size: How many frames an observation stacks, 1 for none, or ``"auto"`` to take each entry of the
+            first axis for a slice if there are few.
+        stack_axis: The axis along which frames are stacked.
+
+    Raises:
+        ValueError: If the axis does not exist, or its length is no multiple of ``stack_size``.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], stack_size: int | str, stack_axis: int
+    ) -> None:
+        if not -len(shape) <= stack_axis < len(shape):
+            raise ValueError(f"stack_axis {stack_axis} does not exist in observations of shape {shape}")
+        axis = stack_axis % len(shape)
+        length = shape[axis]
+        self.shape = shape
+        self.dtype = np.dtype(dtype.type)
+        if stack_size == "auto":
+            self.count = length if axis == 0 and len(shape) >= 3 and 0 < length <= _MOST_SLICES else 1
+            colours = 3 if self.count % 3 == 0 else 1
+        elif isinstance(stack_size, (int, np.integer)) and stack_size > 0:
+            if length % stack_size:
+                raise ValueError(
+                    f"stack_size {stack_size} does not divide axis {axis} of observations of shape {shape}"
+                )
+            self.count, colours = int(stack_size), 1
+        else:
+            raise ValueError(
+                f"stack_size is expected to be 'auto' or a positive integer, actual: {stack_size!r}"
+            )
+        # Observations are kept with the stacked axis first, cut into `count` slices.
+        self.axis = axis if self.count > 1 else 0
+        self.moved = (length, *shape[:axis], *shape[axis + 1 :]) if self.axis else shape
+        self.slice_shape = (self.moved[0] // self.count, *self.moved[1:])
+        self.slice_nbytes = int(np.prod(self.slice_shape, dtype=np.int64)) * self.dtype.itemsize
+        self.slices_per_frame = colours
+        self.frame_nbytes = self.slice_nbytes * colours
+        self.nbytes = self.slice_nbytes * self.count
+
+    def cut(self, observation: NDArray[Any]) -> NDArray[Any]:
+        """The slices of an observation, ``(count, *slice_shape)``; a view if they lie in that order."""
+        moved = np.moveaxis(observation, self.axis, 0) if self.axis else observation
+        return np.ascontiguousarray(moved).reshape(self.count, *self.slice_shape)
+
+    def join(self, moved: NDArray[Any]) -> NDArray[Any]:
+        """Observations in their own shape, from ones with the stacked axis first; a view."""
+        return np.moveaxis(moved, -len(self.shape), self.axis - len(self.shape)) if self.axis else moved
+
+
+class Stream:
+    """The slices of one environment, numbered as they come, in chunks that go when nothing refers to them.
+
+    A chunk has a range of numbers, which its slices fill from the front.
+    """
+
+    def __init__(self, slicing: Slicing, codec: Codec, frames_per_chunk: int) -> None:
+        self._slicing = slicing
+        self._writer = ChunkWriter(
+            slicing.slice_shape,
+            slicing.dtype,
+            codec=codec,
+            frames_per_chunk=frames_per_chunk * slicing.slices_per_frame,
+            keep=slicing.count,
+        )
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all observations."""
+        self._chunks: list[Chunk | None] = []
+        self._firsts = array("q")  # where the range of each chunk begins
+        self._users = array("q")  # how many references lead to each chunk
+        self._adopted: dict[Chunk, _Adopted] = {}  # the chunks that wrappers write
+        self._gone = 0  # how many chunks at the front of the lists are gone
+        self._end = 0
+        self._own: Chunk | None = None  # the chunk that is being written
+        self._own_first = 0  # where its range begins
+        self._last: NDArray[Any] | None = None  # the bits of the newest observation, if it came as an array
+        self._numbers: list[int] = []  # their numbers
+        self._shift = 1  # by how many slices observations moved on last
+
+    @property
+    def cbytes(self) -> int:
+        """Bytes of the chunks."""
+        return sum(chunk.cbytes for chunk in self._chunks if chunk is not None)
+
+    def put(self, observation: Any, moves: bool) -> int | tuple[int, ...]:
+        """Takes an observation in. Its chunks stay until the reference is released.
+
+        What it shares with the newest observation is not written again: a comparison tells.
+
+        Args:
+            observation: An array, or a compressed observation.
+            moves: Whether it is likely to have moved on from the newest one, or to be the same. Where all
+                frames are alike both are true, and what comes regularly is read faster.
+
+        Returns:
+            A reference: the number of the first slice if the others follow it, which is nearly always so;
+            else the numbers of all.
+        """
+        written, written_first = self._own, self._own_first
+        numbers = self._adopt(observation) if isinstance(observation, CompressedObservation) else None
+        if numbers is not None:
+            self._last = None
+            self.seal()  # a chunk that stays open would stay in front of those that come and go
+        else:
+            slices = self._slicing.cut(np.asarray(observation))
+            words = _words(slices)
+            numbers = self._shared(words, moves)
+            if len(numbers) < len(slices):
+                last, self._last = self._last, None  # what follows may fail
+                numbers.extend([self._append(slice_) for slice_ in slices[len(numbers) :]])
+                if last is None:
+                    last = np.empty_like(words)
+                last[...] = words
+                self._numbers, self._last = numbers, last
+        first = numbers[0]
+        follow = numbers == list(range(first, first + len(numbers)))
+        reference = first if follow else tuple(numbers)
+        for index in self._touched(reference):
+            self._users[index] += 1
+        if written is not None and written is not self._own:
+            self._let_go(self._index(written_first))
+        return reference
+
+    def _append(self, slice_: NDArray[Any]) -> int:
+        chunk, index = self._writer.append(slice_)
+        if chunk is not self._own:
+            self._own, self._own_first = chunk, self._end
+            self._register(chunk, self._writer.frames_per_chunk)
+        return self._own_first + index
+
+    def _shared(self, words: NDArray[Any], moves: bool) -> list[int]:
+        """The numbers of the first slices, as far as they are the newest observation's last, bit for bit."""
+        last, count = self._last, self._slicing.count
+        if last is None:
+            return []
+        likely = (self._shift, 0) if moves else (0, self._shift)
+        for shift in (*likely, *[shift for shift in range(1, count) if shift != self._shift]):
+            if shift < count:
+                apart = len(words) // count * shift
+                if (words[: len(words) - apart] == last[apart:]).all():
+                    self._shift = shift or self._shift
+                    return self._numbers[shift:]
+        return []
+
+    def _adopt(self, observation: CompressedObservation) -> list[int] | None:
+        """Takes the chunks of an observation over as they are; None if its bytes do not lie in slices."""
+        nbytes = self._slicing.slice_nbytes
+        if self._slicing.axis or not nbytes:
+            return None
+        segments = list(observation._segments())
+        if any(start % nbytes or length % nbytes for _, start, length in segments):
+            return None
+        numbers: list[int] = []
+        for chunk, start, length in segments:
+            if chunk not in self._adopted:
+                # the end of a chunk that makes no whole slice has a number too, which nothing refers to
+                self._adopted[chunk] = _Adopted(self._end)
+                self._register(chunk, -(-chunk.nbytes // nbytes))
+            adopted = self._adopted[chunk]
+            adopted.end = max(adopted.end, start + length)
+            numbers.extend(range(adopted.first + start // nbytes, adopted.first + (start + length) // nbytes))
+        return numbers
+
+    def _register(self, chunk: Chunk, slices: int) -> None:
+        self._chunks.append(chunk)
+        self._firsts.append(self._end)
+        self._users.append(0)
+        self._end += slices
+
+    def _index(self, number: int) -> int:
+        """The place in the lists of the chunk that holds a slice."""
+        return bisect_right(self._firsts, number) - 1
+
+    def release(self, reference: int | tuple[int, ...]) -> None:
+        """Takes a reference back."""
+        for index in self._touched(reference):
+            self._users[index] -= 1
+            self._let_go(index)
+        if self._gone > 256:
+            del self._chunks[: self._gone], self._firsts[: self._gone], self._users[: self._gone]
+            self._gone = 0
+
+    def _touched(self, reference: int | tuple[int, ...]) -> Iterable[int]:
+        if isinstance(reference, tuple):
+            return {self._index(number) for number in reference}
+        return range(self._index(reference), self._index(reference + self._slicing.count - 1) + 1)
+
+    def _let_go(self, index: int) -> None:
+        """Drops a chunk that nothing refers to and that is not being written."""
+        chunk = self._chunks[index]
+        if self._users[index] or chunk is None or chunk is self._own:
+            return
+        self._adopted.pop(chunk, None)
+        self._chunks[index] = None
+        while self._gone < len(self._chunks) and self._chunks[self._gone] is None:
+            self._gone += 1
+
+    def locate(self, first: int, count: int, to: int, wanted: dict[Chunk, list[Piece]]) -> None:
+        """Notes which bytes of which chunks hold slices that follow each other.
+
+        Args:
+            first: The number of the first slice.
+            count: How many slices.
+            to: Where in the output their bytes begin.
+            wanted: Gains the pieces, for :func:`gym_compress.chunk.read_pieces`.
+        """
+        nbytes = self._slicing.slice_nbytes
+        index = bisect_right(self._firsts, first) - 1
+        start = (first - self._firsts[index]) * nbytes
+        left = count * nbytes
+        while left:
+            chunk = self._chunks[index]
+            assert chunk is not None, "a chunk stays while something refers to it"
+            end = start + left
+            if end > chunk.nbytes:
+                end = chunk.nbytes
+            piece = (to, to + end - start, start, end)
+            if chunk in wanted:
+                wanted[chunk].append(piece)
+            else:
+                wanted[chunk] = [piece]
+            to += end - start
+            left -= end - start
+            start = 0
+            index += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All in sealed chunks: those that wrappers still write are copied as far as they are referred to."""
+        self.seal()
+        chunks = list(self._chunks)
+        for chunk, adopted in self._adopted.items():
+            if not chunk.sealed:
+                raw = np.frombuffer(chunk.content[: adopted.end], self._slicing.dtype)
+                chunks[self._index(adopted.first)] = Chunk.from_array(raw, chunk.codec)
+        return {**self.__dict__, "_chunks": chunks, "_adopted": {}}
+
+    def seal(self) -> None:
+        """Compresses the slices that are raw so far."""
+        self._writer.seal()
+        own, self._own = self._own, None
+        if own is None:
+            return
+        if own is self._chunks[-1]:
+            # nothing follows it yet: its range ends with its slices, and the next one's goes on
+            self._end = self._own_first + own.nbytes // max(self._slicing.slice_nbytes, 1)
+        self._let_go(self._index(self._own_first))
+
+
+class _Adopted:
+    """A chunk that a wrapper writes: where its range begins, and how many of its bytes are referred to."""
+
+    __slots__ = ("end", "first")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.end = 0
+
+
+def _words(slices: NDArray[Any]) -> NDArray[Any]:
+    """The bits of slices as a flat array that is quick to compare."""
+    flat = slices.reshape(-1).view(np.uint8)
+    return flat if slices[0].nbytes % 8 else flat.view(np.uint64)
