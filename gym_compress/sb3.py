@@ -18,7 +18,7 @@ from stable_baselines3.her import HerReplayBuffer
 
 from gym_compress.codec import Codec
 from gym_compress.replay.buffer import transition_arrays
-from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair
+from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair, write_row
 from gym_compress.tree import map_leaves
 
 __all__ = [
@@ -106,11 +106,8 @@ class _CompressedReplay(_Compressed, buffers.ReplayBuffer):
         obs, next_obs, rest = self._fitted(obs, next_obs, action, reward, done, infos)
         row = self.pos
 
-        def write(store: Any, batch: Any) -> None:
-            store[row] = batch
-
-        map_leaves(write, self.observations, obs)
-        map_leaves(write, self.next_observations, next_obs)
+        map_leaves(lambda store, batch: write_row(store, row, batch), self.observations, obs)
+        map_leaves(lambda store, batch: write_row(store, row, batch), self.next_observations, next_obs)
         self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
         self.pos = (row + 1) % self.buffer_size
         self.full |= self.pos == 0

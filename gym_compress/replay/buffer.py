@@ -12,7 +12,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from gym_compress.codec import Codec
-from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair
+from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair, write_row
 from gym_compress.tree import map_leaves, map_space
 
 __all__ = ["CompressedReplayBuffer", "ReplaySamples"]
@@ -134,12 +134,9 @@ class CompressedReplayBuffer:
         next_obs = map_leaves(self._fitted, self.next_observations, self._by_leaf(next_obs))
         rest = transition_arrays(self, action, reward, done, infos)
 
-        def write(store: Any, batch: Any) -> None:
-            store[row] = batch
-
         with self._lock:
-            map_leaves(write, self.observations, obs)
-            map_leaves(write, self.next_observations, next_obs)
+            map_leaves(lambda store, batch: write_row(store, row, batch), self.observations, obs)
+            map_leaves(lambda store, batch: write_row(store, row, batch), self.next_observations, next_obs)
             self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
             self._ends[row] = self.dones[row] != 0
             before = (row - 1) % self.buffer_size

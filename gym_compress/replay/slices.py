@@ -1,4 +1,4 @@
-"""Observations as slices: how they are taken apart, and the chunks that hold the slices of one environment."""
+"""Observations as slices: how they are taken apart, and the chunks that hold those of an environment."""
 
 from __future__ import annotations
 

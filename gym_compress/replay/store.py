@@ -17,7 +17,15 @@ from gym_compress.observation import CompressedObservation
 from gym_compress.replay.slices import Slicing, Stream
 from gym_compress.stream import worth_compressing
 
-__all__ = ["ObservationStore", "fit_batch", "make_store", "make_twin", "read_pair", "read_stores"]
+__all__ = [
+    "ObservationStore",
+    "fit_batch",
+    "make_store",
+    "make_twin",
+    "read_pair",
+    "read_stores",
+    "write_row",
+]
 
 # In place of the number of a first slice: nothing is there; and what is there is no run of slices.
 _EMPTY, _ODD = -1, -2
@@ -36,7 +44,12 @@ def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[A
         ValueError: If there are more or fewer observations, or one does not fit.
     """
     if not isinstance(batch, (list, tuple)) or not any(isinstance(o, CompressedObservation) for o in batch):
-        return fit(batch, (n_envs, *shape), dtype)
+        array, expected = np.asarray(batch), (n_envs, *shape)
+        if array.shape != expected:
+            raise ValueError(
+                f"Expected observations of shape {expected}, one an environment, got {array.shape}"
+            )
+        return fit(array, expected, dtype)
     if len(batch) != n_envs:
         raise ValueError(f"Expected {n_envs} observations, one an environment, got {len(batch)}")
     return [
@@ -297,6 +310,14 @@ def make_store(
     if space.shape is None or space.dtype is None:
         raise TypeError(f"Expected a space of arrays of a fixed shape, actual: {space}")
     return np.zeros((rows, n_envs, *space.shape), space.dtype)
+
+
+def write_row(store: Any, row: int, batch: Any) -> None:
+    """Writes a batch that :func:`fit_batch` has checked to a row of a store or array."""
+    if isinstance(store, ObservationStore):
+        store.write(row, batch)
+    else:
+        store[row] = batch
 
 
 def make_twin(store: Any) -> Any:
