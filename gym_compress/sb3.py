@@ -18,7 +18,15 @@ from stable_baselines3.her import HerReplayBuffer
 
 from gym_compress.codec import Codec
 from gym_compress.replay.buffer import transition_arrays
-from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair, write_row
+from gym_compress.replay.store import (
+    ObservationStore,
+    fit_batch,
+    make_store,
+    make_twin,
+    read_pair,
+    read_stores,
+    write_row,
+)
 from gym_compress.tree import map_leaves
 
 __all__ = [
@@ -203,6 +211,29 @@ class CompressedNStepReplayBuffer(_CompressedReplay, buffers.NStepReplayBuffer):
                 "CompressedNStepReplayBuffer doesn't support optimize_memory_usage=True"
             )
 
+    def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> ReplayBufferSamples:
+        stores = self.observations, self.next_observations
+        if not isinstance(self.observations, ObservationStore):
+            return super()._get_samples(batch_inds, env)
+        # SB3 finds out which places it wants; what stands there is read at once, when it has found out
+        self.observations, self.next_observations = _Asked(stores[0]), _Asked(stores[1])
+        try:
+            samples: Any = super()._get_samples(batch_inds, env)
+        finally:
+            self.observations, self.next_observations = stores
+        read = read_stores(samples.observations.places, samples.next_observations.places)
+        obs, next_obs = (self._tensor(self._normalize_obs(array, env)) for array in read)
+        replaced: ReplayBufferSamples = samples._replace(observations=obs, next_observations=next_obs)
+        return replaced
+
+    @staticmethod
+    def _normalize_obs(obs: Any, env: VecNormalize | None = None) -> Any:
+        return obs if isinstance(obs, _Asked) else buffers.ReplayBuffer._normalize_obs(obs, env)
+
+    def to_torch(self, array: Any, copy: bool = True) -> Any:
+        """A tensor with the values of an array, as SB3's."""
+        return array if isinstance(array, _Asked) else super().to_torch(array, copy)
+
 
 class CompressedDictReplayBuffer(_CompressedReplay, buffers.DictReplayBuffer):
     """SB3's ``DictReplayBuffer``; the images among the observations are compressed.
@@ -233,6 +264,18 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
             obs, next_obs, action, reward, done, infos
         )  # SB3 forgets the row's old episode before it writes
         super().add(obs, next_obs, action, reward, done, infos)
+
+
+class _Asked:
+    """In the place of a store, notes which places are asked for."""
+
+    def __init__(self, store: ObservationStore) -> None:
+        self._store = store
+        self.places: Any = None
+
+    def __getitem__(self, places: Any) -> _Asked:
+        self.places = (self._store, *places)
+        return self
 
 
 class _CompressedRollout(_Compressed):

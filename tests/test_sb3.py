@@ -12,6 +12,7 @@ import torch  # noqa: E402
 from stable_baselines3.common import buffers  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize  # noqa: E402
 
+import gym_compress.chunk  # noqa: E402
 import gym_compress.sb3 as ours  # noqa: E402
 from gym_compress.replay.store import ObservationStore  # noqa: E402
 from tests.envs import MovingSquare, assert_same  # noqa: E402
@@ -184,6 +185,21 @@ def test_rollouts_equal_sb3s(space, n_envs):
             mine = [arrays(batch) for batch in one.get(batch_size)]
             np.random.seed(4)
             assert_same(tuple(mine), tuple(arrays(batch) for batch in other.get(batch_size)))
+
+
+@pytest.mark.parametrize("name", ["CompressedReplayBuffer", "CompressedNStepReplayBuffer"])
+def test_a_batch_decodes_each_chunk_once(monkeypatch, name):
+    buffer = getattr(ours, name)(400, STACKS, DISCRETE, "cpu", frames_per_chunk=3)
+    transitions = Transitions(STACKS, DISCRETE, 1)
+    for _ in range(300):
+        buffer.add(*transitions())
+    decoded = []
+    decode = gym_compress.chunk.decode
+    monkeypatch.setattr(
+        gym_compress.chunk, "decode", lambda content, out: decoded.append(id(content)) or decode(content, out)
+    )
+    buffer.sample(64)
+    assert len(decoded) == len(set(decoded)) > 30
 
 
 def test_dense_arrays_are_never_allocated():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -205,7 +204,8 @@ class ObservationStore:
         if isinstance(rows, slice) or isinstance(envs, slice):  # the places that NumPy finds in a grid of all
             index = np.arange(self._references.size).reshape(self._references.shape)[rows, envs]
             rows, envs = np.divmod(index, self._references.shape[1])
-        (gathered,) = read_stores([self], *np.broadcast_arrays(rows, envs))
+        rows, envs = np.broadcast_arrays(rows, envs)
+        (gathered,) = read_stores((self, rows, envs))
         return gathered
 
 
@@ -218,33 +218,34 @@ class FlatStore:
     def __getitem__(self, indices: NDArray[np.integer[Any]]) -> NDArray[Any]:
         """Gathers ``[indices]``; an index is ``env * rows + row``."""
         envs, rows = np.divmod(np.asarray(indices), len(self._store))
-        (gathered,) = read_stores([self._store], rows, envs)
+        (gathered,) = read_stores((self._store, rows, envs))
         return gathered
 
 
-def read_stores(
-    stores: Sequence[ObservationStore], rows: NDArray[np.integer[Any]], envs: NDArray[np.integer[Any]]
-) -> list[NDArray[Any]]:
-    """Gathers the same places of stores that share their chunks, decoding each chunk once.
+# Places of a store: the store, rows, and environments, two arrays of the same shape.
+Places = tuple["ObservationStore", NDArray[Any], NDArray[Any]]
+
+
+def read_stores(*places: Places) -> list[NDArray[Any]]:
+    """Gathers places of stores that share their chunks, decoding each chunk once.
 
     Args:
-        stores: A store and its twins.
-        rows: Rows, an array of any shape.
-        envs: Environments, of the same shape.
+        *places: A store, rows and environments; of a store and its twins, all of the same shape.
 
     Returns:
-        For each store a new array ``(*rows.shape, *observation)``.
+        For each of them a new array ``(*rows.shape, *observation)``.
     """
-    slicing, streams = stores[0]._slicing, stores[0]._streams
-    out = np.empty((len(stores), *rows.shape, *slicing.moved), slicing.dtype)
+    first, rows, _ = places[0]
+    slicing, streams = first._slicing, first._streams
+    out = np.empty((len(places), *rows.shape, *slicing.moved), slicing.dtype)
     if not out.size:
         return list(slicing.join(out))
     flat = out.reshape(-1).view(np.uint8)
     wanted: dict[Chunk, list[Piece]] = {}
-    environments = envs.ravel().tolist()
     to = 0
-    for store in stores:
-        for reference, env in zip(store._references[rows, envs].ravel().tolist(), environments, strict=True):
+    for store, rows, envs in places:
+        references = store._references[rows, envs].ravel().tolist()
+        for reference, env in zip(references, envs.ravel().tolist(), strict=True):
             if reference >= 0:
                 streams[env].locate(reference, slicing.count, to, wanted)
             elif reference == _EMPTY:
@@ -281,7 +282,7 @@ def read_pair(
     shift = int(theirs[0] - ours[0]) if ours.size else 0
     # if an observation moved on by more than itself, slices that nobody refers to lie between
     if not 0 < shift <= slicing.count or ours.min() < 0 or (theirs - ours != shift).any():
-        observations, next_observations = read_stores([store, twin], rows, envs)
+        observations, next_observations = read_stores((store, rows, envs), (twin, rows, envs))
         return observations, next_observations
     count = slicing.count + shift
     moved = (slicing.slice_shape[0] * count, *slicing.moved[1:])

@@ -4,7 +4,7 @@
     [--train]
 
 Needs Linux and the extra ``all``; for the peers, ``pip install "sb3-extra-buffers[lz4,zstd]==0.5.0"``. Five
-games take a quarter of an hour and up to 7 GB of memory; ``--train`` adds two minutes.
+games take a quarter of an hour or more, and up to 7 GB of memory; ``--train`` adds two minutes.
 
 Random play of each game is recorded once and played again as often as needed, each time moved to the right by
 one column more, so that no frame comes twice. Each memory is measured in a fresh process of its own for each
@@ -278,9 +278,10 @@ def draw(rows: Rows, game: str, path: Path) -> None:
     place = 0.0
     for name in sorted(colours.keys() & rows, key=lambda name: rows[name][game].size):
         steps, grown = zip(*rows[name][game].curve[1:], strict=True)
+        later = np.arange(steps[-1], COMPRESSED + 1, PORTION)
         end = rows[name][game].size * COMPRESSED
         axes.plot(steps, grown, color=colours[name], linewidth=2)
-        axes.plot([steps[-1], COMPRESSED], [grown[-1], end], color=colours[name], linestyle="dashed")
+        axes.plot(later, later * rows[name][game].size, color=colours[name], linestyle="dashed")
         place = max(end, 1.5 * place)  # labels keep clear of each other
         label = f" {name}, {EngFormatter('B', places=1)(end)}"
         axes.annotate(label, (COMPRESSED, place), color=colours[name], va="center", annotation_clip=False)
