@@ -174,7 +174,7 @@ def _compression(codec: Codec, itemsize: int) -> dict[str, Any]:
 # Blosc2's own context, where `decompress2` would make one for each call. A buffer of one block, which is one
 # below 512 MiB, is decoded by the caller's thread alone, whatever the number of threads that Blosc2 is set
 # to.
-decode = blosc2.decompress
+decode = blosc2.blosc2_ext.decompress
 
 
 def check_encoded(encoded: bytes, nbytes: int) -> None:

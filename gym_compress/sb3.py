@@ -157,7 +157,8 @@ class _CompressedReplay(_Compressed, buffers.ReplayBuffer):
         return tuple([map_leaves(self._tensor, field) for field in fields])
 
     def _tensor(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
 class CompressedReplayBuffer(_CompressedReplay):
