@@ -29,7 +29,6 @@ __all__ = [
 # In place of the number of a first slice: nothing is there; and what is there is no run of slices.
 _EMPTY, _ODD = -1, -2
 _INT32 = 2**31 - 1
-_ALL = {repr(slice(None)), repr(Ellipsis)}
 
 
 def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -198,7 +197,8 @@ class ObservationStore:
         or ``store[row, :]``, all environments are meant.
         """
         key = key if isinstance(key, tuple) else (key,)
-        if any(part is Ellipsis for part in key[:2]) or not all(part in _ALL for part in map(repr, key[2:])):
+        whole = [part is Ellipsis or (isinstance(part, slice) and part == slice(None)) for part in key[2:]]
+        if any(part is Ellipsis for part in key[:2]) or not all(whole):
             raise IndexError(f"A store is indexed by rows and environments, got {key}")
         rows, envs = (*key, slice(None))[:2]
         if isinstance(rows, slice) or isinstance(envs, slice):  # the places that NumPy finds in a grid of all
