@@ -151,6 +151,16 @@ def test_sequences_lie_in_one_episode_and_environment(n_envs):
             buffer.sample_sequences(*wrong)
 
 
+def test_rare_sequences_are_found_in_a_ring_that_is_full():
+    buffer, source = filled(230, capacity=70, episode=30)
+    batch = buffer.sample_sequences(300, 30)  # two of 41 places where a run could begin
+    steps = batch.rewards[..., 0].astype(int)
+    assert set(steps[:, 0]) == {180}
+    assert (np.diff(steps, axis=1) == 1).all()
+    assert_same(batch.observations, source[steps, 0])
+    assert set(buffer.sample_sequences(300, 29).rewards[:, 0, 0].astype(int)) == {180, 181}
+
+
 @pytest.mark.parametrize("space", [PIXELS, spaces.Box(0, 255, (3,), np.uint8)])
 def test_a_reset_without_a_done_ends_a_sequence(space):
     rng = np.random.default_rng(0)

@@ -232,6 +232,27 @@ def test_normalised_batches_equal_sb3s():
     assert_equal_batches(one, other, env=env)
 
 
+@pytest.mark.parametrize(
+    ("name", "space"), [("ReplayBuffer", STACKS), ("NStepReplayBuffer", STACKS), ("DictReplayBuffer", DICT)]
+)
+def test_normalised_images_equal_sb3s(name, space):
+    class Normalizer:
+        def normalize_obs(self, obs):
+            if isinstance(obs, dict):
+                return {key: self.normalize_obs(value) for key, value in obs.items()}
+            return (obs / np.float32(3)).astype(np.float32)
+
+        def normalize_reward(self, reward):
+            return np.clip(reward, -0.5, 0.5)
+
+    one, other = (
+        getattr(module, prefix + name)(60, space, DISCRETE, "cpu", 2)
+        for module, prefix in ((ours, "Compressed"), (buffers, ""))
+    )
+    run(one, other, Transitions(space, DISCRETE, 2), 50)
+    assert_equal_batches(one, other, env=Normalizer())
+
+
 def test_bad_input_changes_nothing():
     buffer = ours.CompressedReplayBuffer(20, STACKS, DISCRETE, "cpu", 2)
     transitions = Transitions(STACKS, DISCRETE, 2)
@@ -322,6 +343,14 @@ def test_empty_buffers_and_wrong_shapes_are_refused():
     for rows, n_envs in ((0, 1), (4, 0)):
         with pytest.raises(ValueError, match="at least 1"):
             ours.CompressedRolloutBuffer(rows, STACKS, DISCRETE, "cpu", n_envs=n_envs)
+
+
+def test_fewer_transitions_than_environments_make_one_row():
+    one, other = (
+        cls(2, STACKS, DISCRETE, "cpu", 5) for cls in (ours.CompressedReplayBuffer, buffers.ReplayBuffer)
+    )
+    run(one, other, Transitions(STACKS, DISCRETE, 5), 3)
+    assert_equal_batches(one, other)
 
 
 def test_a_refused_hindsight_transition_changes_nothing():

@@ -326,6 +326,55 @@ def test_a_copy_while_the_wrapper_writes_holds_what_is_referred_to_and_no_more()
     assert len(pickle.dumps(store)) < 10_000
 
 
+def test_a_copy_holds_all_that_is_referred_to_whatever_came_last():
+    env = CompressObservation(Frames(spaces.Box(0, 255, (40, 40), np.uint8)), frames_per_chunk=50)
+    seen = play(env, 4)
+    store = ObservationStore(4, 1, env.observation_space)
+    for row, i in enumerate((1, 4, 0)):
+        store[row] = [seen[i]]
+    again = pickle.loads(pickle.dumps(store))
+    assert [int(again[row].max()) for row in range(3)] == [1, 4, 0]
+
+
+def test_what_was_let_go_is_written_anew():
+    env = CompressObservation(Frames(spaces.Box(0, 255, (32, 32), np.uint8)))
+    store = ObservationStore(2, 1, env.observation_space)
+    image = np.full((1, 32, 32), 77, np.uint8)
+    store[0] = image
+    store[0] = [env.reset()[0]]
+    store[1] = image
+    assert (store[1] == 77).all()
+    assert (store[0] == 0).all()
+
+
+def test_rows_before_and_after_a_copy_are_read_as_pairs():
+    store, twin, seen = filled(100)
+    store, twin = pickle.loads(pickle.dumps((store, twin)))
+    for i in range(100, 130):
+        store[i], twin[i] = seen[i % 100], seen[i % 100 + 1]
+    rows = np.arange(90, 130)[np.arange(40) != 10]  # where the run begins again, nothing is shared
+    assert np.shares_memory(*read_pair(store, twin, rows, 0 * rows))
+    store[130], twin[130] = seen[30], seen[31]
+    pickle.dumps(store)
+    store[131], twin[131] = seen[31], seen[32]
+    rows = np.array([129, 130, 131])
+    pair = read_pair(store, twin, rows, 0 * rows)
+    assert np.shares_memory(*pair)
+    assert_same(pair[0], np.concatenate([seen[29], seen[30], seen[31]]))
+
+
+@pytest.mark.parametrize("frames_per_chunk", [1, 3])
+def test_the_newest_row_is_read_without_decoding(monkeypatch, frames_per_chunk):
+    frames = np.random.default_rng(0).integers(0, 255, (60, 20, 18), dtype=np.uint8)
+    store = ObservationStore(
+        20, 1, spaces.Box(0, 255, (4, 20, 18), np.uint8), frames_per_chunk=frames_per_chunk
+    )
+    monkeypatch.setattr(gym_compress.chunk, "decode", lambda *args: pytest.fail("decoded"))
+    for i in range(50):
+        store[i % 20] = frames[None, i : i + 4]
+        assert_same(store[i % 20], frames[None, i : i + 4])
+
+
 def test_saving_changes_nothing_that_is_read():
     frames = Frames(spaces.Box(0, 255, (32, 32), np.uint8))
     env = CompressObservation(frames, frames_per_chunk=8)
@@ -369,6 +418,10 @@ def test_nothing_leaks_however_dense_and_adopted_rows_mix():
             store, twin = pickle.loads(pickle.dumps((store, twin)))
         assert store.cbytes < 8 * 4 * 1024 + 40 * 1024
         assert len(store._odd) + len(twin._odd) <= 8
+    for row in range(4):
+        store[row], twin[row] = dense, dense
+    assert not store._odd
+    assert not twin._odd
     (stream,) = store._streams
     assert len(stream._chunks) < 700
     assert len(stream._adopted) <= 16

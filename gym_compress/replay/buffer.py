@@ -201,7 +201,6 @@ class CompressedReplayBuffer:
             map_leaves(clear, self.observations)
             map_leaves(clear, self.next_observations)
             self.pos, self.full = 0, False
-            self._ends.fill(False)
 
     @property
     def nbytes(self) -> int:

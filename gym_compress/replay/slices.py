@@ -103,7 +103,7 @@ class Stream:
         self._adopted: dict[Chunk, _Adopted] = {}  # the chunks that wrappers write
         self._gone = 0  # how many chunks at the front of the lists are gone
         self._end = 0
-        self._own: Chunk | None = None  # the chunk that is being written
+        self._own: Chunk | None = None  # the chunk that is being written, which the newest row refers to
         self._own_first = 0  # where its range begins
         self._last: NDArray[Any] | None = None  # the bits of the newest observation, if it came as an array
         self._numbers: list[int] = []  # their numbers
@@ -128,7 +128,6 @@ class Stream:
             A reference: the number of the first slice if the others follow it, which is nearly always so;
             else the numbers of all.
         """
-        written, written_first = self._own, self._own_first
         numbers = self._adopt(observation) if isinstance(observation, CompressedObservation) else None
         if numbers is not None:
             self._last = None
@@ -149,8 +148,6 @@ class Stream:
         reference = first if follow else tuple(numbers)
         for index in self._touched(reference):
             self._users[index] += 1
-        if written is not None and written is not self._own:
-            self._let_go(self._index(written_first))
         return reference
 
     def _append(self, slice_: NDArray[Any]) -> int:
@@ -270,12 +267,9 @@ class Stream:
         """Compresses the slices that are raw so far."""
         self._writer.seal()
         own, self._own = self._own, None
-        if own is None:
-            return
-        if own is self._chunks[-1]:
+        if own is not None and own is self._chunks[-1]:
             # nothing follows it yet: its range ends with its slices, and the next one's goes on
             self._end = self._own_first + own.nbytes // max(self._slicing.slice_nbytes, 1)
-        self._let_go(self._index(self._own_first))
 
 
 class _Adopted:
