@@ -142,7 +142,7 @@ def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> ND
                 known = layout
             source = observation._source
             for which, (to, to_end, start, end) in layout.pieces:
-                chunk = source if type(source) is Chunk else source[which]  # type: ignore[index]
+                chunk = source if isinstance(source, Chunk) else source[which]
                 piece = (base + to, base + to_end, start, end)
                 if chunk in wanted:
                     wanted[chunk].append(piece)

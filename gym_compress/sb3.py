@@ -261,9 +261,8 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment; see :meth:`CompressedDictReplayBuffer.add`."""
-        self._fitted(
-            obs, next_obs, action, reward, done, infos
-        )  # SB3 forgets the row's old episode before it writes
+        # SB3 forgets the row's old episode before it writes, so what is refused is refused here
+        self._fitted(obs, next_obs, action, reward, done, infos)
         super().add(obs, next_obs, action, reward, done, infos)
 
 
@@ -279,11 +278,8 @@ class _Asked:
         return self
 
 
-class _CompressedRollout(_Compressed):
+class _CompressedRollout(_Compressed, buffers.RolloutBuffer):
     """What the rollout buffers have in common: stores in the place of arrays, made anew for each rollout."""
-
-    buffer_size: int
-    n_envs: int
 
     def __init__(
         self,
@@ -309,7 +305,7 @@ class _CompressedRollout(_Compressed):
             raise ValueError(f"buffer_size and n_envs are at least 1, got {rows} and {self.n_envs}")
         try:
             self.buffer_size = 1
-            super().reset()  # type: ignore[misc]
+            super().reset()
         finally:
             self.buffer_size = rows
         _replace(self, rows, self._compression)
@@ -322,7 +318,7 @@ class _CompressedRollout(_Compressed):
         return buffers.BaseBuffer.swap_and_flatten(arr)
 
 
-class CompressedRolloutBuffer(_CompressedRollout, buffers.RolloutBuffer):
+class CompressedRolloutBuffer(_CompressedRollout):
     """SB3's ``RolloutBuffer`` with compressed observations.
 
     The arguments are SB3's, and ``stack_size``, ``stack_axis``, ``codec`` and ``frames_per_chunk`` as in

@@ -340,7 +340,8 @@ def test_wrong_arguments_are_refused(arguments, error):
 
 
 def test_devices():
-    torch = pytest.importorskip("torch")
+    import torch
+
     for device in ("auto", "cpu", torch.device("cpu")):
         buffer = CompressedReplayBuffer(10, PIXELS, ACTIONS, device)
         buffer.add(

@@ -191,7 +191,6 @@ def test_runs_as_a_module():
 
 
 def test_stepping_an_atari_game(tmp_path):
-    pytest.importorskip("ale_py")
     report = tmp_path / "r.json"
     assert main(["compare", "ALE/Pong-v5", "--steps", "300", "--codec", "zstd:1", "--json", str(report)]) == 0
     row = json.loads(report.read_text())["rows"][-1]

@@ -5,17 +5,16 @@ import pickle
 import gymnasium as gym
 import numpy as np
 import pytest
+import stable_baselines3 as sb3
+import torch
 from gymnasium import spaces
+from stable_baselines3.common import buffers
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-sb3 = pytest.importorskip("stable_baselines3")
-import torch  # noqa: E402
-from stable_baselines3.common import buffers  # noqa: E402
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize  # noqa: E402
-
-import gym_compress.chunk  # noqa: E402
-import gym_compress.sb3 as ours  # noqa: E402
-from gym_compress.replay.store import ObservationStore  # noqa: E402
-from tests.envs import MovingSquare, assert_same  # noqa: E402
+import gym_compress.chunk
+import gym_compress.sb3 as ours
+from gym_compress.replay.store import ObservationStore
+from tests.envs import MovingSquare, assert_same
 
 STACKS = spaces.Box(0, 255, (4, 20, 18), np.uint8)
 IMAGE = spaces.Box(0, 255, (3, 24, 24), np.uint8)

@@ -496,7 +496,7 @@ def test_other_spaces_are_refused(wrap):
 
 
 def test_stable_baselines3_takes_the_environment_as_it_is():
-    sb3 = pytest.importorskip("stable_baselines3")
+    import stable_baselines3 as sb3
     import torch
 
     torch.set_num_threads(1)
