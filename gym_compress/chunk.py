@@ -97,11 +97,12 @@ def _restore(content: bytes | NDArray[np.uint8], nbytes: int, codec: Codec, chec
     return Chunk(content, nbytes, codec, sealed=True)
 
 
-def read_pieces(wanted: Iterable[tuple[Chunk, list[Piece]]], out: memoryview) -> None:
+def read_pieces(wanted: Iterable[tuple[Any, list[Piece]]], out: memoryview) -> None:
     """Copies pieces of chunks to their places, decoding each chunk once.
 
     Args:
-        wanted: Chunks, each with the pieces that are wanted of it.
+        wanted: Chunks, or what has ``content`` and ``nbytes`` as they have, each with the pieces that are
+            wanted of it.
         out: The bytes that are written, not empty.
 
     Raises:

@@ -6,18 +6,20 @@ Hand them to an algorithm as ``replay_buffer_class=`` or ``rollout_buffer_class=
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+from stable_baselines3.common.utils import get_device
 from stable_baselines3.common.vec_env import VecNormalize
 from stable_baselines3.her import HerReplayBuffer
 
 from gym_compress.codec import Codec
 from gym_compress.replay.buffer import transition_arrays
+from gym_compress.replay.checkpoint import COMPRESSION, SavedBuffer
 from gym_compress.replay.store import (
     ObservationStore,
     fit_batch,
@@ -61,7 +63,7 @@ class _Compressed:
         return [value for value in values if isinstance(value, (ObservationStore, np.ndarray))]
 
 
-class _CompressedReplay(_Compressed, buffers.ReplayBuffer):
+class _CompressedReplay(_Compressed, SavedBuffer, buffers.ReplayBuffer):
     """What the replay buffers have in common: stores in the place of arrays."""
 
     def __init__(
@@ -92,9 +94,13 @@ class _CompressedReplay(_Compressed, buffers.ReplayBuffer):
             **kwargs,
         )
         self.optimize_memory_usage = optimize_memory_usage
-        compression: dict[str, Any] = {"stack_size": stack_size, "stack_axis": stack_axis}
-        compression |= {"codec": codec, "frames_per_chunk": frames_per_chunk}
-        _replace(self, max(buffer_size // n_envs, 1), compression)
+        self._compression = {
+            "stack_size": stack_size,
+            "stack_axis": stack_axis,
+            "codec": codec,
+            "frames_per_chunk": frames_per_chunk,
+        }
+        _replace(self, max(buffer_size // n_envs, 1), self._compression)
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment, as SB3's does.
@@ -110,15 +116,25 @@ class _CompressedReplay(_Compressed, buffers.ReplayBuffer):
         Raises:
             ValueError: If something is of another shape or number of environments, or an observation's dtype
                 does not cast by NumPy's ``same_kind``. The buffer is as it was then.
+            OSError: If chunks are kept in a file, and the system refuses to write them. The buffer is as it
+                was then, too.
         """
         obs, next_obs, rest = self._fitted(obs, next_obs, action, reward, done, infos)
         row = self.pos
+        self._make_room()
 
         map_leaves(lambda store, batch: write_row(store, row, batch), self.observations, obs)
         map_leaves(lambda store, batch: write_row(store, row, batch), self.next_observations, next_obs)
         self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
         self.pos = (row + 1) % self.buffer_size
         self.full |= self.pos == 0
+
+    @classmethod
+    def _check(cls, told: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+        get_device(device)
+        expects_dict = issubclass(cls, buffers.DictReplayBuffer)
+        if isinstance(space, spaces.Tuple) or expects_dict != isinstance(space, spaces.Dict):
+            raise ValueError(f"{cls.__name__} cannot hold what was saved, observations of {space}")
 
     def _fitted(self, obs: Any, next_obs: Any, *rest: Any) -> Any:
         """A transition as it can be written; an error if it cannot."""
@@ -205,6 +221,8 @@ class CompressedNStepReplayBuffer(_CompressedReplay, buffers.NStepReplayBuffer):
     algorithm with ``n_steps=5`` needs ``replay_buffer_kwargs={"n_steps": 5, "gamma": 0.99}`` beside it.
     """
 
+    _further = ("n_steps", "gamma")
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.optimize_memory_usage:
@@ -256,14 +274,43 @@ class CompressedDictReplayBuffer(_CompressedReplay, buffers.DictReplayBuffer):
 class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
     """SB3's ``HerReplayBuffer``; the images among the observations are compressed.
 
-    The arguments are SB3's; how images are compressed is chosen by their size.
+    The arguments are SB3's; how images are compressed is chosen by their size. After :meth:`load`, call
+    ``set_env(env)``, as after unpickling.
     """
+
+    _further = ("n_sampled_goal",)
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment; see :meth:`CompressedDictReplayBuffer.add`."""
         # SB3 forgets the row's old episode before it writes, so what is refused is refused here
         self._fitted(obs, next_obs, action, reward, done, infos)
+        self._make_room()
         super().add(obs, next_obs, action, reward, done, infos)
+
+    def _settings(self) -> dict[str, Any]:
+        if self.copy_info_dict:
+            raise TypeError("A replay file cannot hold infos, which copy_info_dict=True keeps")
+        strategy = self.goal_selection_strategy.name.lower()
+        starts = self._current_ep_start.tolist()
+        return {**super()._settings(), "goal_selection_strategy": strategy, "current_ep_start": starts}
+
+    def _row_arrays(self) -> dict[str, Any]:
+        return {**super()._row_arrays(), "ep_start": self.ep_start, "ep_length": self.ep_length}
+
+    @classmethod
+    def _check(cls, told: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+        super()._check(told, space, device)
+        if "current_ep_start" not in told:
+            raise ValueError(f"{cls.__name__} needs episodes, which {told['class']} has not saved")
+
+    @classmethod
+    def _made(cls, told: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        chosen = {name: told[name] for name in (*cls._further, "goal_selection_strategy")}
+        theirs = {name: value for name, value in arguments.items() if name not in COMPRESSION}
+        return cls(env=None, **theirs, **chosen)  # type: ignore[arg-type]  # set_env sets it
+
+    def _restore(self, told: dict[str, Any]) -> None:
+        self._current_ep_start[:] = told["current_ep_start"]
 
 
 class _Asked:

@@ -384,7 +384,7 @@ def test_bytes():
 def test_settings_reach_the_chunks():
     for cls in (ours.CompressedReplayBuffer, ours.CompressedRolloutBuffer):
         buffer = cls(20, STACKS, DISCRETE, "cpu", codec="zstd:3", frames_per_chunk=7)
-        writer = buffer.observations._streams[0]._writer
+        writer = buffer.observations.streams[0]._writer
         assert (str(writer.codec), writer.frames_per_chunk) == ("zstd:3", 7)
 
 

@@ -251,7 +251,7 @@ def test_what_does_not_lie_in_slices_is_decoded_and_written_anew():
 
 def test_references_grow_when_four_bytes_do_not_do():
     store, _, seen = filled(10, rows=10)
-    store._streams[0]._end = 2**31 - 3
+    store.streams[0]._end = 2**31 - 3
     for i in range(10):
         store[i] = seen[i] + np.uint8(1)
     assert_same(store[np.arange(10), np.zeros(10, int)], np.concatenate(seen[:10]) + np.uint8(1))
@@ -422,7 +422,7 @@ def test_nothing_leaks_however_dense_and_adopted_rows_mix():
         store[row], twin[row] = dense, dense
     assert not store._odd
     assert not twin._odd
-    (stream,) = store._streams
+    (stream,) = store.streams
     assert len(stream._chunks) < 700
     assert len(stream._adopted) <= 16
 
@@ -437,7 +437,7 @@ def test_chunks_that_come_and_go_leave_no_list_behind():
     store[0] = [env.step(0)[0]]
     for i in range(600):
         store[i % 4] = [env.step(0)[0]]
-    assert len(store._streams[0]._chunks) < 600
+    assert len(store.streams[0]._chunks) < 600
 
 
 def test_one_row_is_written_before_the_old_one_goes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from gym_compress.codec import Codec
+from gym_compress.replay.checkpoint import SavedBuffer
+from gym_compress.replay.file import ReplayFile
+from gym_compress.replay.settings import generator_from_json, generator_to_json
 from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair, write_row
 from gym_compress.tree import map_leaves, map_space
 
@@ -39,7 +43,7 @@ class ReplaySamples(NamedTuple):
     rewards: Any
 
 
-class CompressedReplayBuffer:
+class CompressedReplayBuffer(SavedBuffer):
     """Replay memory with compressed observations, in the place of SB3's and CleanRL's ``ReplayBuffer``.
 
     Call it as you call theirs. Frames that observations share are kept once, neighbouring frames are
@@ -65,12 +69,19 @@ class CompressedReplayBuffer:
         codec: A :class:`gym_compress.Codec`, its string, or ``"auto"``.
         frames_per_chunk: Frames compressed together, or ``None`` to choose by their size.
         seed: Seeds the generator that draws samples.
+        path: A replay file to be made, in which compressed chunks are from the start; memory holds the rest,
+            about 40 bytes a transition. For frames that exceed memory. :meth:`save` makes a checkpoint;
+            :meth:`close` it in the end, or use ``with``.
 
     Raises:
         ValueError: If ``buffer_size`` or ``n_envs`` is below 1, or an argument does not suit the observation
             space.
         TypeError: If a space is of another kind.
+        FileExistsError: If something is at ``path`` already.
+        OSError: If the system refuses to make the file.
     """
+
+    _derived = ("ends",)
 
     def __init__(
         self,
@@ -87,6 +98,7 @@ class CompressedReplayBuffer:
         codec: str | Codec = "auto",
         frames_per_chunk: int | None = None,
         seed: int | None = None,
+        path: str | os.PathLike[str] | None = None,
     ) -> None:
         if operator.index(buffer_size) < 1 or operator.index(n_envs) < 1:
             raise ValueError(f"buffer_size and n_envs are at least 1, got {buffer_size} and {n_envs}")
@@ -101,9 +113,15 @@ class CompressedReplayBuffer:
         self.full = False
 
         rows = (self.buffer_size, n_envs)
-        kwargs: dict[str, Any] = {"stack_size": stack_size, "stack_axis": stack_axis}
-        kwargs |= {"codec": codec, "frames_per_chunk": frames_per_chunk}
-        self.observations = map_space(lambda leaf: make_store(*rows, leaf, **kwargs), observation_space)
+        self._compression = {
+            "stack_size": stack_size,
+            "stack_axis": stack_axis,
+            "codec": codec,
+            "frames_per_chunk": frames_per_chunk,
+        }
+        self.observations = map_space(
+            lambda leaf: make_store(*rows, leaf, **self._compression), observation_space
+        )
         self.next_observations = map_leaves(make_twin, self.observations)
         self.actions = np.zeros((*rows, _action_dim(action_space)), _action_dtype(action_space))
         self.rewards = np.zeros(rows, np.float32)
@@ -113,6 +131,9 @@ class CompressedReplayBuffer:
         self._ends = np.zeros(rows, np.bool_)
         self._rng = np.random.default_rng(seed)
         self._lock = threading.Lock()
+        if path is not None:
+            self._settings()  # what could not be saved is refused before the file is made
+            self._keep_in(ReplayFile.create(path))
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment.
@@ -128,6 +149,8 @@ class CompressedReplayBuffer:
         Raises:
             ValueError: If something has another shape or number, or an observation's dtype does not cast to
                 the space's by NumPy's ``same_kind``. The buffer is as it was then.
+            OSError: If chunks are kept in a file, and the system refuses to write them. The buffer is as it
+                was then, too.
         """
         row = self.pos
         obs = map_leaves(self._fitted, self.observations, self._by_leaf(obs))
@@ -135,6 +158,7 @@ class CompressedReplayBuffer:
         rest = transition_arrays(self, action, reward, done, infos)
 
         with self._lock:
+            self._make_room()
             map_leaves(lambda store, batch: write_row(store, row, batch), self.observations, obs)
             map_leaves(lambda store, batch: write_row(store, row, batch), self.next_observations, next_obs)
             self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
@@ -324,6 +348,55 @@ class CompressedReplayBuffer:
         if self.device is None:
             return arrays
         return ReplaySamples(*[map_leaves(self._to_torch, array) for array in arrays])
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> None:  # noqa: D102
+        with self._lock:
+            super().save(path)
+
+    save.__doc__ = SavedBuffer.save.__doc__
+
+    def close(self) -> None:  # noqa: D102
+        with self._lock:
+            super().close()
+
+    close.__doc__ = SavedBuffer.close.__doc__
+
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "generator": generator_to_json(self._rng)}
+
+    def _row_arrays(self) -> dict[str, NDArray[Any]]:
+        return {**super()._row_arrays(), "ends": self._ends}
+
+    @classmethod
+    def _check(cls, told: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+        _torch_device(device)
+
+    def _restore(self, told: dict[str, Any]) -> None:
+        if told.get("generator") is not None:  # SB3's buffers have none of their own
+            self._rng = generator_from_json(told["generator"])
+        if "ends" not in told["arrays"]:
+            self._find_ends()
+
+    def _find_ends(self) -> None:
+        """Finds out where sequences of observations end, from the transitions."""
+        self._ends = self.dones != 0
+        rows = np.arange(self.size()) + (self.pos if self.full else 0)
+        before, after = rows[:-1] % self.buffer_size, rows[1:] % self.buffer_size
+        unsure = ~self._ends[before]
+        broken = np.zeros_like(unsure)
+
+        def leaf(store: Any, twin: Any) -> None:
+            if isinstance(store, ObservationStore):
+                broken[...] |= store.may_break(twin, before, after)
+            elif store.size:
+                ours, theirs = (
+                    kept.reshape(*broken.shape, -1).view(np.uint8) for kept in (store[after], twin[before])
+                )
+                broken[...] |= (ours != theirs).any(axis=2)
+
+        map_leaves(leaf, self.observations, self.next_observations)
+        for i in np.flatnonzero((unsure & broken).any(axis=1)):
+            self._ends[before[i]] |= ~self._follows(before[i], after[i])
 
     def _to_torch(self, array: NDArray[Any]) -> Any:
         import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,24 @@ from numpy.typing import NDArray
 
 from gym_compress.chunk import Chunk, ChunkWriter, Piece
 from gym_compress.codec import Codec
+from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
+from gym_compress.replay.file import MOST_CHUNK, StoredChunk
 
-__all__ = ["Slicing", "Stream"]
+__all__ = ["Slicing", "Stream", "Wanted"]
+
+# What is wanted of chunks, for gym_compress.chunk.read_pieces.
+Wanted = dict[Chunk | StoredChunk, list[Piece]]
 
 # Along an axis of at most this many entries, "auto" looks for frames that were stacked.
 _MOST_SLICES = 16
+
+# How many of the newest chunks of a stream stay in memory when the others go to a file: a wrapper's chunk is
+# wanted again as long as stacks overlap it.
+_STAY = 8
+
+# What numbers of slices in a file stay below.
+_MOST_NUMBERS = 2**62
 
 
 class Slicing:
@@ -81,7 +93,7 @@ class Slicing:
 class Stream:
     """The slices of one environment, numbered as they come, in chunks that go when nothing refers to them.
 
-    A chunk has a range of numbers, which its slices fill from the front.
+    Numbers begin at 1. A chunk has a range of them, which its slices fill from the front.
     """
 
     def __init__(self, slicing: Slicing, codec: Codec, frames_per_chunk: int) -> None:
@@ -93,16 +105,24 @@ class Stream:
             frames_per_chunk=frames_per_chunk * slicing.slices_per_frame,
             keep=slicing.count,
         )
+        self._chunks: list[Chunk | StoredChunk | None] = []
+        self._ids = array("q")  # what a file knows each chunk by, 0 if it does not
+        self.evicted: list[int] = []  # what a file knows those by that are gone
+        self._shelf: Callable[[int, Chunk], StoredChunk] | None = None
+        self._waiting: list[int] = []  # the first numbers of chunks that are not on the shelf yet
         self.clear()
 
     def clear(self) -> None:
         """Forgets all observations."""
-        self._chunks: list[Chunk | None] = []
+        self.evicted.extend(id_ for id_ in self._ids if id_)
+        self._waiting.clear()
+        self._chunks = []
+        self._ids = array("q")
         self._firsts = array("q")  # where the range of each chunk begins
         self._users = array("q")  # how many references lead to each chunk
-        self._adopted: dict[Chunk, _Adopted] = {}  # the chunks that wrappers write
+        self._adopted: dict[Chunk | StoredChunk, _Adopted] = {}  # the chunks that wrappers write
         self._gone = 0  # how many chunks at the front of the lists are gone
-        self._end = 0
+        self._end = 1
         self._own: Chunk | None = None  # the chunk that is being written, which the newest row refers to
         self._own_first = 0  # where its range begins
         self._last: NDArray[Any] | None = None  # the bits of the newest observation, if it came as an array
@@ -192,8 +212,12 @@ class Stream:
 
     def _register(self, chunk: Chunk, slices: int) -> None:
         self._chunks.append(chunk)
+        self._ids.append(0)
         self._firsts.append(self._end)
         self._users.append(0)
+        if self._shelf:
+            self._waiting.append(self._end)
+            self._shelve(_STAY)
         self._end += slices
 
     def _index(self, number: int) -> int:
@@ -206,7 +230,8 @@ class Stream:
             self._users[index] -= 1
             self._let_go(index)
         if self._gone > 256:
-            del self._chunks[: self._gone], self._firsts[: self._gone], self._users[: self._gone]
+            del self._chunks[: self._gone], self._ids[: self._gone]
+            del self._firsts[: self._gone], self._users[: self._gone]
             self._gone = 0
 
     def _touched(self, reference: int | tuple[int, ...]) -> Iterable[int]:
@@ -219,12 +244,16 @@ class Stream:
         chunk = self._chunks[index]
         if self._users[index] or chunk is None or chunk is self._own:
             return
+        if self._ids[index]:
+            self.evicted.append(self._ids[index])
+        if self._firsts[index] in self._waiting:
+            self._waiting.remove(self._firsts[index])
         self._adopted.pop(chunk, None)
         self._chunks[index] = None
         while self._gone < len(self._chunks) and self._chunks[self._gone] is None:
             self._gone += 1
 
-    def locate(self, first: int, count: int, to: int, wanted: dict[Chunk, list[Piece]]) -> None:
+    def locate(self, first: int, count: int, to: int, wanted: dict[Chunk | StoredChunk, list[Piece]]) -> None:
         """Notes which bytes of which chunks hold slices that follow each other.
 
         Args:
@@ -253,16 +282,6 @@ class Stream:
             start = 0
             index += 1
 
-    def __getstate__(self) -> dict[str, Any]:
-        """All in sealed chunks: those that wrappers still write are copied as far as they are referred to."""
-        self.seal()
-        chunks = list(self._chunks)
-        for chunk, adopted in self._adopted.items():
-            if not chunk.sealed:
-                raw = np.frombuffer(chunk.content[: adopted.end], self._slicing.dtype)
-                chunks[self._index(adopted.first)] = Chunk.from_array(raw, chunk.codec)
-        return {**self.__dict__, "_chunks": chunks, "_adopted": {}}
-
     def seal(self) -> None:
         """Compresses the slices that are raw so far."""
         self._writer.seal()
@@ -271,15 +290,156 @@ class Stream:
             # nothing follows it yet: its range ends with its slices, and the next one's goes on
             self._end = self._own_first + own.nbytes // max(self._slicing.slice_nbytes, 1)
 
+    # What follows is for replay files, in which chunks have numbers of another kind, their ids.
+
+    def keep_on(self, shelf: Callable[[int, Chunk], StoredChunk]) -> None:
+        """From now on, chunks go to a shelf but for the newest few.
+
+        Args:
+            shelf: Takes the first number of a chunk and the chunk, and gives what stays here in its place.
+        """
+        self._shelf = shelf
+        self._waiting = [
+            first
+            for first, chunk, id_ in zip(self._firsts, self._chunks, self._ids, strict=True)
+            if chunk and not id_
+        ]
+
+    def _shelve(self, stay: int) -> None:
+        """Puts chunks on the shelf but for the newest, and for those that a wrapper still writes."""
+        assert self._shelf
+        for first in self._waiting[: len(self._waiting) - stay]:
+            index = self._index(first)
+            chunk = self._chunks[index]
+            if isinstance(chunk, Chunk) and chunk.sealed and chunk.nbytes <= MOST_CHUNK:
+                stored = self._shelf(first, chunk)
+                if self._ids[index]:
+                    self.evicted.append(self._ids[index])
+                self._chunks[index], self._ids[index] = stored, stored.id
+                self._adopted.pop(chunk, None)
+                self._waiting.remove(first)
+
+    def settle(self) -> None:
+        """Gets ready to be saved: seals what is raw, and puts on the shelf what can be there.
+
+        A chunk that a wrapper still writes, and which a file has as far as it was referred to, is to be saved
+        anew if it is referred to further.
+        """
+        self.seal()
+        if self._shelf:
+            self._shelve(0)
+        for adopted in self._adopted.values():
+            index = self._index(adopted.first)
+            if adopted.saved < adopted.end and self._ids[index]:
+                self.evicted.append(self._ids[index])
+                self._ids[index] = 0
+
+    def unsaved(self, everything: bool) -> Iterator[tuple[int, int, Chunk | StoredChunk]]:
+        """What is to be saved, once settled.
+
+        Args:
+            everything: Whether the chunks that a file has are wanted too.
+
+        Yields:
+            Of each chunk its place here, the number of its first slice, and itself.
+        """
+        for index, chunk in enumerate(self._chunks):
+            if chunk is not None and self._users[index] and (everything or not self._ids[index]):
+                yield index, self._firsts[index], self._whole(chunk)
+
+    def _whole(self, chunk: Chunk | StoredChunk) -> Chunk | StoredChunk:
+        """A chunk, or what is referred to of one that a wrapper still writes, as a chunk."""
+        if chunk.sealed or isinstance(chunk, StoredChunk):
+            return chunk
+        raw = np.frombuffer(chunk.content[: self._adopted[chunk].end], self._slicing.dtype)
+        return Chunk.from_array(raw, chunk.codec)
+
+    def saved(self, ids: Iterable[tuple[int, int]]) -> None:
+        """Notes the ids that a file gave to chunks, by their places here."""
+        for index, id_ in ids:
+            self._ids[index] = id_
+        self.evicted.clear()
+        for chunk, adopted in self._adopted.items():
+            adopted.saved = chunk.nbytes if chunk.sealed else adopted.end
+
+    def restore(
+        self,
+        chunks: list[Chunk | StoredChunk],
+        ids: NDArray[np.int64],
+        firsts: NDArray[np.int64],
+        runs: NDArray[np.int64],
+        odd: NDArray[np.int64],
+    ) -> None:
+        """Takes the chunks of a file, into an empty stream.
+
+        Args:
+            chunks: The chunks, in the order of their numbers.
+            ids: ``(len(chunks),)``, their ids.
+            firsts: ``(len(chunks),)``, the numbers of their first slices.
+            runs: ``(n,)``, the references that are single numbers, in any order.
+            odd: ``(m, slices of an observation)``, the references that are not.
+
+        Raises:
+            CorruptDataError: If ranges overlap, a reference leads to a slice that is not there, or none leads
+                to a chunk.
+        """
+        nbytes = np.array([chunk.nbytes for chunk in chunks], np.int64)
+        whole, spans = nbytes // self._slicing.slice_nbytes, -(-nbytes // self._slicing.slice_nbytes)
+        ends = firsts + spans
+        if len(chunks) and (firsts[0] < 1 or (firsts[1:] < ends[:-1]).any() or ends[-1] > _MOST_NUMBERS):
+            raise CorruptDataError("ranges of chunks overlap, or are out of bounds")
+        gaps = np.zeros(len(chunks), np.int64)
+        np.cumsum(firsts[1:] != firsts[:-1] + whole[:-1], out=gaps[1:])
+
+        def chunks_of(numbers: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+            """The first and the last chunk of runs of slices."""
+            first = np.searchsorted(firsts, numbers, "right") - 1
+            last = np.searchsorted(firsts, numbers + (count - 1), "right") - 1
+            sound = len(chunks) and first.min(initial=0) >= 0 and numbers.max(initial=0) < _MOST_NUMBERS
+            sound = sound and (numbers + count <= (firsts + whole)[last]).all()
+            if numbers.size and not (sound and (gaps[first] == gaps[last]).all()):
+                raise CorruptDataError("a reference leads to a slice that is not there")
+            return first, last
+
+        first, last = chunks_of(runs, self._slicing.count)
+        users = np.zeros(len(chunks) + 1, np.int64)
+        np.add.at(users, first, 1)
+        np.add.at(users, last + 1, -1)
+        users = users.cumsum()[:-1]
+        each = np.sort(chunks_of(odd, 1)[0], axis=1)  # a chunk counts once, however many slices lead there
+        np.add.at(users, each[np.diff(each, axis=1, prepend=-1) > 0], 1)
+        if not users.all():
+            raise CorruptDataError("a chunk is there to which no reference leads")
+        self._chunks = [*chunks]
+        self._ids, self._firsts, self._users = (array("q", a.tobytes()) for a in (ids, firsts, users))
+        self._end = int(ends[-1]) if len(chunks) else 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All in sealed chunks, which no file knows."""
+        if self._shelf:
+            raise TypeError("Observations that are kept in a file cannot be pickled: load the file instead")
+        self.seal()
+        chunks = [chunk and self._whole(chunk) for chunk in self._chunks]
+        ids = array("q", bytes(8 * len(chunks)))
+        return {
+            **self.__dict__,
+            "_chunks": chunks,
+            "_ids": ids,
+            "evicted": [],
+            "_waiting": [],
+            "_adopted": {},
+        }
+
 
 class _Adopted:
-    """A chunk that a wrapper writes: where its range begins, and how many of its bytes are referred to."""
+    """A chunk that a wrapper writes: where its range begins, how many bytes are referred to, and saved."""
 
-    __slots__ = ("end", "first")
+    __slots__ = ("end", "first", "saved")
 
     def __init__(self, first: int) -> None:
         self.first = first
         self.end = 0
+        self.saved = 0
 
 
 def _words(slices: NDArray[Any]) -> NDArray[Any]:

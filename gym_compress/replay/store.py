@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 import operator
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from gym_compress.chunk import Chunk, Piece, fit, read_pieces
+from gym_compress.chunk import fit, read_pieces
 from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
+from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
-from gym_compress.replay.slices import Slicing, Stream
+from gym_compress.replay.slices import Slicing, Stream, Wanted
 from gym_compress.stream import worth_compressing
 
 __all__ = [
     "ObservationStore",
     "fit_batch",
+    "is_image",
     "make_store",
     "make_twin",
     "read_pair",
@@ -26,8 +28,9 @@ __all__ = [
     "write_row",
 ]
 
-# In place of the number of a first slice: nothing is there; and what is there is no run of slices.
-_EMPTY, _ODD = -1, -2
+# In place of the number of a first slice: nothing is there; or, below zero, what is there is no run of
+# slices.
+_EMPTY, _ODD = 0, -1
 _INT32 = 2**31 - 1
 
 
@@ -95,15 +98,15 @@ class ObservationStore:
         codec = resolve_codec(codec, slicing.frame_nbytes)
         frames_per_chunk = resolve_frames_per_chunk(frames_per_chunk, slicing.frame_nbytes)
         self._slicing = slicing
-        self._streams = [Stream(slicing, codec, frames_per_chunk) for _ in range(n_envs)]
-        self._references = np.full((rows, n_envs), _EMPTY, np.int32)
+        self.streams = [Stream(slicing, codec, frames_per_chunk) for _ in range(n_envs)]
+        self._references = np.zeros((rows, n_envs), np.int32)
         self._odd: dict[int, tuple[int, ...]] = {}  # references that are no single number
         self._is_twin = False
 
     def twin(self) -> ObservationStore:
         """An empty store that shares this one's chunks: for the next observations."""
         twin = copy.copy(self)
-        twin._references = np.full_like(self._references, _EMPTY)
+        twin._references = np.zeros_like(self._references)
         twin._odd = {}
         twin._is_twin = True
         return twin
@@ -126,7 +129,7 @@ class ObservationStore:
     @property
     def cbytes(self) -> int:
         """Bytes of the chunks and of the references to them; of a twin, the references alone."""
-        chunks = 0 if self._is_twin else sum(stream.cbytes for stream in self._streams)
+        chunks = 0 if self._is_twin else sum(stream.cbytes for stream in self.streams)
         return chunks + self._references.nbytes
 
     def __len__(self) -> int:
@@ -148,7 +151,7 @@ class ObservationStore:
     def write(self, row: int, batch: Any) -> None:
         """Writes a row that :func:`fit_batch` has checked."""
         n_envs = self._references.shape[1]
-        pairs = zip(self._streams, batch, strict=True)
+        pairs = zip(self.streams, batch, strict=True)
         new = [stream.put(observation, moves=self._is_twin) for stream, observation in pairs]
         for env, reference in enumerate(new):
             self._drop(row, env)
@@ -163,11 +166,11 @@ class ObservationStore:
         """Takes the reference back that stands in a place."""
         old = int(self._references[row, env])
         if old != _EMPTY:
-            self._streams[env].release(old if old >= 0 else self._odd.pop(old))
+            self.streams[env].release(old if old > 0 else self._odd.pop(old))
 
     def clear(self) -> None:
         """Empties this store, and the streams that it shares with twins: clear these as well."""
-        for stream in self._streams:
+        for stream in self.streams:
             stream.clear()
         self._references.fill(_EMPTY)
         self._odd.clear()
@@ -185,6 +188,54 @@ class ObservationStore:
             kept = self[row, env : env + 1], twin[before, env : env + 1]
             same[env] = kept[0].tobytes() == kept[1].tobytes()
         return same
+
+    def may_break(
+        self, twin: ObservationStore, before: NDArray[np.integer[Any]], rows: NDArray[np.integer[Any]]
+    ) -> NDArray[np.bool_]:
+        """Where :meth:`follows` may be false; it is quick to tell for many rows.
+
+        Returns:
+            ``(n, n_envs)`` bool.
+        """
+        references = self._references[rows]
+        different: NDArray[np.bool_] = (references != twin._references[before]) | (references < 0)
+        return different
+
+    @property
+    def slices(self) -> int:
+        """The number of slices in an observation."""
+        return self._slicing.count
+
+    def state(self, rows: int) -> tuple[NDArray[np.signedinteger[Any]], NDArray[np.int64]]:
+        """What says which slices the observations of the first rows are, for :meth:`restore`.
+
+        Returns:
+            References, ``(rows, n_envs)``: the number of the first slice if the others follow it, or a number
+            below zero; and for each of these in turn the numbers of all slices, ``(n, slices)``.
+        """
+        references = self._references[:rows]
+        odd = [self._odd[reference] for reference in references[references < 0].tolist()]
+        return references, np.array(odd, np.int64).reshape(len(odd), self.slices)
+
+    def restore(self, references: NDArray[np.signedinteger[Any]], odd: NDArray[np.int64]) -> None:
+        """Takes what :meth:`state` gave, into an empty store; :meth:`Stream.restore` checks it.
+
+        Raises:
+            CorruptDataError: If both do not belong together.
+        """
+        places = np.flatnonzero(references < 0)
+        if len(places) != len(odd) or (references.ravel()[places] != _ODD - places).any():
+            raise CorruptDataError("references below zero are not where they should be")
+        if references.dtype != self._references.dtype:
+            self._references = np.zeros(self._references.shape, references.dtype)
+        self._references[: len(references)] = references
+        self._odd = dict(zip((_ODD - places).tolist(), map(tuple, odd.tolist()), strict=True))
+
+    def references(self, env: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """All references of an environment: ``(n,)`` single numbers, and ``(m, slices)`` others."""
+        references = self._references[:, env].astype(np.int64)
+        odd = [self._odd[reference] for reference in references[references < 0].tolist()]
+        return references[references > 0], np.array(odd, np.int64).reshape(len(odd), self.slices)
 
     def flattened(self) -> FlatStore:
         """The store as one axis, environment by environment."""
@@ -236,17 +287,17 @@ def read_stores(*places: Places) -> list[NDArray[Any]]:
         For each of them a new array ``(*rows.shape, *observation)``.
     """
     first, rows, _ = places[0]
-    slicing, streams = first._slicing, first._streams
+    slicing, streams = first._slicing, first.streams
     out = np.empty((len(places), *rows.shape, *slicing.moved), slicing.dtype)
     if not out.size:
         return list(slicing.join(out))
     flat = out.reshape(-1).view(np.uint8)
-    wanted: dict[Chunk, list[Piece]] = {}
+    wanted: Wanted = {}
     to = 0
     for store, rows, envs in places:
         references = store._references[rows, envs].ravel().tolist()
         for reference, env in zip(references, envs.ravel().tolist(), strict=True):
-            if reference >= 0:
+            if reference > 0:
                 streams[env].locate(reference, slicing.count, to, wanted)
             elif reference == _EMPTY:
                 flat[to : to + slicing.nbytes] = 0
@@ -277,17 +328,17 @@ def read_pair(
     """
     if not isinstance(store, ObservationStore):
         return store[rows, envs], twin[rows, envs]
-    slicing, streams = store._slicing, store._streams
+    slicing, streams = store._slicing, store.streams
     ours, theirs = store._references[rows, envs].ravel(), twin._references[rows, envs].ravel()
     shift = int(theirs[0] - ours[0]) if ours.size else 0
     # if an observation moved on by more than itself, slices that nobody refers to lie between
-    if not 0 < shift <= slicing.count or ours.min() < 0 or (theirs - ours != shift).any():
+    if not 0 < shift <= slicing.count or ours.min() <= 0 or (theirs - ours != shift).any():
         observations, next_observations = read_stores((store, rows, envs), (twin, rows, envs))
         return observations, next_observations
     count = slicing.count + shift
     moved = (slicing.slice_shape[0] * count, *slicing.moved[1:])
     out = np.empty((ours.size, *moved), slicing.dtype)
-    wanted: dict[Chunk, list[Piece]] = {}
+    wanted: Wanted = {}
     nbytes = count * slicing.slice_nbytes
     for i, (reference, env) in enumerate(zip(ours.tolist(), envs.ravel().tolist(), strict=True)):
         streams[env].locate(reference, count, i * nbytes, wanted)
@@ -298,6 +349,11 @@ def read_pair(
     return first, second
 
 
+def is_image(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
+    """Whether a leaf of observations is kept in a store."""
+    return isinstance(space, spaces.Box) and len(space.shape) >= 2 and worth_compressing(space)
+
+
 def make_store(
     rows: int, n_envs: int, space: spaces.Space[Any], **kwargs: Any
 ) -> ObservationStore | NDArray[Any]:
@@ -306,7 +362,7 @@ def make_store(
     Raises:
         TypeError: If observations of the space are no arrays of a fixed shape.
     """
-    if isinstance(space, spaces.Box) and len(space.shape) >= 2 and worth_compressing(space):
+    if is_image(space):
         return ObservationStore(rows, n_envs, space, **kwargs)
     if space.shape is None or space.dtype is None:
         raise TypeError(f"Expected a space of arrays of a fixed shape, actual: {space}")
