@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -96,7 +97,8 @@ class SavedBuffer:
         own = file is self._file
         if own:
             self._drop_evicted(file)
-        known, saved, told = _Known(blocks={}), [], {}
+        known, told = _Known(), {}
+        saved: list[array[int]] = []
         with file.saving():
             # chunks that are in a file of their own are copied to others, whole
             incremental = own or (self._file is None and file.mark and file.mark == self._known.mark)
@@ -106,11 +108,12 @@ class SavedBuffer:
             else:
                 file.clear()
             for number, stream in enumerate(streams):
-                unsaved = stream.unsaved(everything=not incremental)
-                saved.append([(index, file.put(number, first, chunk).id) for index, first, chunk in unsaved])
-            for name, array in self._all_arrays().items():
+                saved.append(array("q", stream.ids))
+                for index, first, chunk in stream.unsaved(everything=not incremental):
+                    saved[-1][index] = file.put(number, first, chunk).id
+            for name, values in self._all_arrays().items():
                 before = self._known.blocks.get(name, []) if incremental else []
-                told[name], known.blocks[name] = file.put_array(array, before)
+                told[name], known.blocks[name] = file.put_array(values, before)
             file.finish({**settings, "arrays": told})
         if own or self._file is None:
             for stream, ids in zip(streams, saved, strict=True):
@@ -162,9 +165,9 @@ class SavedBuffer:
     def _read_arrays(self, file: ReplayFile, told: dict[str, Any]) -> dict[str, list[Block]]:
         """Reads all arrays, and returns their blocks."""
         rows, blocks = self._filled(), {}
-        for name, array in self._row_arrays().items():
+        for name, values in self._row_arrays().items():
             if name in told or name not in self._derived:
-                blocks[name] = file.read_array(told[name], array[:rows])
+                blocks[name] = file.read_array(told[name], values[:rows])
         for name, store in self._leaves(ObservationStore):
             parts = []
             for part, columns in ((name, self.n_envs), (f"{name}.odd", store.slices)):
@@ -247,7 +250,7 @@ class SavedBuffer:
     def _all_arrays(self) -> dict[str, NDArray[Any]]:
         """What is saved as arrays, as far as rows are filled."""
         rows = self._filled()
-        arrays = {name: array[:rows] for name, array in self._row_arrays().items()}
+        arrays = {name: values[:rows] for name, values in self._row_arrays().items()}
         for name, store in self._leaves(ObservationStore):
             arrays[name], arrays[f"{name}.odd"] = store.state(rows)
         return arrays

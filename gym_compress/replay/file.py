@@ -38,9 +38,9 @@ _SCHEMA = {
     "owner INTEGER NOT NULL)",
 }
 _PAGE = 16384  # a chunk of Atari frames is about 2 KB, and pages are filled by whole chunks
-_CACHE = 2000  # KiB of pages that a connection keeps
+_CACHE = 1000  # KiB of pages that a connection keeps
 _BUSY = 60.0  # seconds to wait for another process
-_BATCH = 256  # chunks that wait to be written together
+_BATCH = 128  # chunks that wait to be written together
 
 # Limits of FORMAT.md, in bytes.
 MOST_CHUNK = 2**27
@@ -62,6 +62,7 @@ _OF_THE_SYSTEM = {
     sqlite3.SQLITE_CANTOPEN,
 }
 
+_SET_CACHE = f"PRAGMA cache_size = -{_CACHE}"  # counts in pages of the size that is known when it is set
 _COUNT_TABLES = "SELECT count(*) FROM sqlite_schema"
 
 _pack_id = struct.Struct("<q").pack
@@ -267,7 +268,7 @@ class ReplayFile:
         """From now on, what is read is of one checkpoint."""
         self._reads = True
         self._connected().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_SETTINGS)
-        for pragma in (f"cache_size = -{_CACHE}", "cell_size_check = ON", "trusted_schema = OFF"):
+        for pragma in ("cell_size_check = ON", "trusted_schema = OFF"):
             self._execute(f"PRAGMA {pragma}")
         if self._application() != _APPLICATION_ID:
             raise CorruptDataError(f"{self.path} is not a replay file")
@@ -275,6 +276,7 @@ class ReplayFile:
             self._execute(
                 "PRAGMA journal_mode = WAL"
             )  # with it, readers and writer do not wait for each other
+        self._execute(_SET_CACHE)
         self._execute("BEGIN")
         self._check_schema()
         self.mark = self._mark_now()
@@ -434,9 +436,8 @@ class ReplayFile:
 
     def _prepare(self) -> None:
         """Gets ready to write: makes the tables, or checks them."""
-        for pragma in (f"cache_size = -{_CACHE}", "trusted_schema = OFF", "secure_delete = OFF"):
+        for pragma in ("trusted_schema = OFF", "secure_delete = OFF", f"page_size = {_PAGE}"):
             self._execute(f"PRAGMA {pragma}")
-        self._execute(f"PRAGMA page_size = {_PAGE}")
         self._execute("BEGIN IMMEDIATE")
         try:
             application, (tables,) = self._application(), self._execute(_COUNT_TABLES).fetchone()
@@ -452,6 +453,7 @@ class ReplayFile:
         except BaseException:
             self._roll_back()
             raise
+        self._execute(_SET_CACHE)
         if self._mark_now():
             self._execute("PRAGMA journal_mode = WAL")
         # else nobody reads it yet, and the first checkpoint is quicker written without
@@ -626,14 +628,15 @@ class ReplayFile:
         self._added += sum(_row_hash(row) for row in rows)
 
     def _delete(self, ids: list[int]) -> None:
-        for id_ in ids:
-            rows = self._execute("DELETE FROM chunks WHERE id = ? RETURNING *", [id_]).fetchall()
-            self._execute("DELETE FROM blobs WHERE id = ?", [id_])
-            total = sum(_row_hash(row) for row in rows)
-            if id_ < self._reached:
-                self._digest -= total
-            else:
-                self._added -= total
+        for run in _runs(ids):
+            for row in self._execute(
+                "DELETE FROM chunks WHERE id BETWEEN ? AND ? RETURNING *", run
+            ).fetchall():
+                if row[0] < self._reached:
+                    self._digest -= _row_hash(row)
+                else:
+                    self._added -= _row_hash(row)
+            self._execute("DELETE FROM blobs WHERE id BETWEEN ? AND ?", run)
 
     def clear(self) -> None:
         """Deletes all, within a transaction."""
@@ -735,25 +738,31 @@ def refusing(message: str) -> Iterator[None]:
         raise CorruptDataError(f"{message}: {error}") from error
 
 
-def _hash(*parts: Any) -> int:
+def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
+    """Ids as runs that follow each other, each with its first and its last."""
+    ids = sorted(ids)
+    breaks = [i for i in range(1, len(ids)) if ids[i] != ids[i - 1] + 1]
+    for start, end in zip([0, *breaks], [*breaks, len(ids)], strict=True):
+        if start < end:
+            yield ids[start], ids[end - 1]
+
+
+def _hash(data: bytes) -> int:
     """BLAKE2b of 64 bits, as a signed integer."""
-    state = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        state.update(part)
-    return int.from_bytes(state.digest(), "little", signed=True)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def _checksum(id_: int, data: bytes) -> int:
-    return _hash(_pack_id(id_), data)
+    return _hash(_pack_id(id_) + data)
 
 
 def _row_hash(row: tuple[Any, ...]) -> int:
-    return _hash(_pack_row(*row[:5]), row[5].encode())
+    return _hash(_pack_row(*row[:5]) + row[5].encode())
 
 
 def _source(array: NDArray[Any], part: NDArray[np.uint8]) -> int:
-    """A hash that tells whether a part of an array changed."""
-    return _hash(f"{array.dtype} {array.shape[1:]}".encode(), part)
+    """A hash that tells, in this process, whether a part of an array changed."""
+    return hash((array.dtype, array.shape[1:], part.tobytes()))
 
 
 def _signed(total: int) -> int:

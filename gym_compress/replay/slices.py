@@ -106,7 +106,7 @@ class Stream:
             keep=slicing.count,
         )
         self._chunks: list[Chunk | StoredChunk | None] = []
-        self._ids = array("q")  # what a file knows each chunk by, 0 if it does not
+        self.ids = array("q")  # what a file knows each chunk by, 0 if it does not
         self.evicted: list[int] = []  # what a file knows those by that are gone
         self._shelf: Callable[[int, Chunk], StoredChunk] | None = None
         self._waiting: list[int] = []  # the first numbers of chunks that are not on the shelf yet
@@ -114,10 +114,10 @@ class Stream:
 
     def clear(self) -> None:
         """Forgets all observations."""
-        self.evicted.extend(id_ for id_ in self._ids if id_)
+        self.evicted.extend(id_ for id_ in self.ids if id_)
         self._waiting.clear()
         self._chunks = []
-        self._ids = array("q")
+        self.ids = array("q")
         self._firsts = array("q")  # where the range of each chunk begins
         self._users = array("q")  # how many references lead to each chunk
         self._adopted: dict[Chunk | StoredChunk, _Adopted] = {}  # the chunks that wrappers write
@@ -212,7 +212,7 @@ class Stream:
 
     def _register(self, chunk: Chunk, slices: int) -> None:
         self._chunks.append(chunk)
-        self._ids.append(0)
+        self.ids.append(0)
         self._firsts.append(self._end)
         self._users.append(0)
         if self._shelf:
@@ -230,7 +230,7 @@ class Stream:
             self._users[index] -= 1
             self._let_go(index)
         if self._gone > 256:
-            del self._chunks[: self._gone], self._ids[: self._gone]
+            del self._chunks[: self._gone], self.ids[: self._gone]
             del self._firsts[: self._gone], self._users[: self._gone]
             self._gone = 0
 
@@ -244,8 +244,9 @@ class Stream:
         chunk = self._chunks[index]
         if self._users[index] or chunk is None or chunk is self._own:
             return
-        if self._ids[index]:
-            self.evicted.append(self._ids[index])
+        if self.ids[index]:
+            self.evicted.append(self.ids[index])
+            self.ids[index] = 0
         if self._firsts[index] in self._waiting:
             self._waiting.remove(self._firsts[index])
         self._adopted.pop(chunk, None)
@@ -301,7 +302,7 @@ class Stream:
         self._shelf = shelf
         self._waiting = [
             first
-            for first, chunk, id_ in zip(self._firsts, self._chunks, self._ids, strict=True)
+            for first, chunk, id_ in zip(self._firsts, self._chunks, self.ids, strict=True)
             if chunk and not id_
         ]
 
@@ -313,9 +314,9 @@ class Stream:
             chunk = self._chunks[index]
             if isinstance(chunk, Chunk) and chunk.sealed and chunk.nbytes <= MOST_CHUNK:
                 stored = self._shelf(first, chunk)
-                if self._ids[index]:
-                    self.evicted.append(self._ids[index])
-                self._chunks[index], self._ids[index] = stored, stored.id
+                if self.ids[index]:
+                    self.evicted.append(self.ids[index])
+                self._chunks[index], self.ids[index] = stored, stored.id
                 self._adopted.pop(chunk, None)
                 self._waiting.remove(first)
 
@@ -330,9 +331,9 @@ class Stream:
             self._shelve(0)
         for adopted in self._adopted.values():
             index = self._index(adopted.first)
-            if adopted.saved < adopted.end and self._ids[index]:
-                self.evicted.append(self._ids[index])
-                self._ids[index] = 0
+            if adopted.saved < adopted.end and self.ids[index]:
+                self.evicted.append(self.ids[index])
+                self.ids[index] = 0
 
     def unsaved(self, everything: bool) -> Iterator[tuple[int, int, Chunk | StoredChunk]]:
         """What is to be saved, once settled.
@@ -344,7 +345,7 @@ class Stream:
             Of each chunk its place here, the number of its first slice, and itself.
         """
         for index, chunk in enumerate(self._chunks):
-            if chunk is not None and self._users[index] and (everything or not self._ids[index]):
+            if chunk is not None and self._users[index] and (everything or not self.ids[index]):
                 yield index, self._firsts[index], self._whole(chunk)
 
     def _whole(self, chunk: Chunk | StoredChunk) -> Chunk | StoredChunk:
@@ -354,10 +355,9 @@ class Stream:
         raw = np.frombuffer(chunk.content[: self._adopted[chunk].end], self._slicing.dtype)
         return Chunk.from_array(raw, chunk.codec)
 
-    def saved(self, ids: Iterable[tuple[int, int]]) -> None:
-        """Notes the ids that a file gave to chunks, by their places here."""
-        for index, id_ in ids:
-            self._ids[index] = id_
+    def saved(self, ids: array[int]) -> None:
+        """Notes what a file knows each chunk by."""
+        self.ids = ids
         self.evicted.clear()
         for chunk, adopted in self._adopted.items():
             adopted.saved = chunk.nbytes if chunk.sealed else adopted.end
@@ -401,17 +401,18 @@ class Stream:
                 raise CorruptDataError("a reference leads to a slice that is not there")
             return first, last
 
-        first, last = chunks_of(runs, self._slicing.count)
         users = np.zeros(len(chunks) + 1, np.int64)
-        np.add.at(users, first, 1)
-        np.add.at(users, last + 1, -1)
+        for part in np.array_split(runs, len(runs) // 2**16 + 1):  # for a large buffer, memory
+            first, last = chunks_of(part, self._slicing.count)
+            np.add.at(users, first, 1)
+            np.add.at(users, last + 1, -1)
         users = users.cumsum()[:-1]
         each = np.sort(chunks_of(odd, 1)[0], axis=1)  # a chunk counts once, however many slices lead there
         np.add.at(users, each[np.diff(each, axis=1, prepend=-1) > 0], 1)
         if not users.all():
             raise CorruptDataError("a chunk is there to which no reference leads")
         self._chunks = [*chunks]
-        self._ids, self._firsts, self._users = (array("q", a.tobytes()) for a in (ids, firsts, users))
+        self.ids, self._firsts, self._users = (array("q", a.tobytes()) for a in (ids, firsts, users))
         self._end = int(ends[-1]) if len(chunks) else 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -424,7 +425,7 @@ class Stream:
         return {
             **self.__dict__,
             "_chunks": chunks,
-            "_ids": ids,
+            "ids": ids,
             "evicted": [],
             "_waiting": [],
             "_adopted": {},
