@@ -7,7 +7,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich import box
@@ -29,6 +30,9 @@ from gym_compress.compare import (
     record,
     report,
 )
+from gym_compress.conversion import from_arrays, from_pickle, to_npz
+from gym_compress.errors import GymCompressError
+from gym_compress.inspection import draw_frames, faults, summary
 
 __all__ = ["main"]
 
@@ -40,12 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, or ``None`` for those of the process.
 
     Returns:
-        The exit status: 0, or 2 if something asked for cannot be had, which one line on stderr says.
+        The exit status: 0; 1 if ``verify`` found faults; or 2 if something asked for cannot be had, which one
+        line on stderr says.
     """
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except (CompareError, OSError) as error:
+    except (GymCompressError, OSError) as error:
         print(f"gym-compress: {error}", file=sys.stderr)  # noqa: T201
         return 2
 
@@ -79,7 +84,105 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     sub.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart of memory as PNG")
     sub.set_defaults(run=_compare)
+
+    sub = commands.add_parser(
+        "inspect",
+        help="say what a replay file holds",
+        description="Says what a replay file holds, its sizes, and how many times smaller it is than arrays.",
+    )
+    sub.add_argument("file", type=Path, metavar="FILE", help="a replay file")
+    sub.add_argument("--frames", type=Path, metavar="PNG", help="draw frames from the oldest to the newest")
+    sub.set_defaults(run=_inspect)
+
+    sub = commands.add_parser(
+        "verify",
+        help="read all of a replay file and say what is damaged",
+        description="Reads all of a replay file: a line for each fault, and exit status 1 if there is one.",
+    )
+    sub.add_argument("file", type=Path, metavar="FILE", help="a replay file")
+    sub.set_defaults(run=_verify)
+
+    sub = commands.add_parser(
+        "convert",
+        help="make a replay file of arrays or of SB3's pickle, or arrays of a replay file",
+        description="Makes a replay file of a .npy or .npz file or of a pickle (.pkl) that SB3's "
+        "save_replay_buffer wrote, or an .npz file of a replay file. A file of one array is taken for frames "
+        "that follow each other, with actions, rewards and dones of zero; one with several for what this "
+        "command writes: observations, next_observations, actions, rewards, dones and timeouts, each "
+        "(rows, environments, ...), the oldest first. OUT must not be there.",
+    )
+    sub.add_argument("source", type=Path, metavar="IN", help="a file .npy, .npz, .pkl, or a replay file")
+    sub.add_argument("out", type=Path, metavar="OUT", help="a replay file, or a file .npz")
+    sub.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="read a pickle, which runs whatever code its maker put into it, with your rights: only for "
+        "files that you made yourself or whose maker you trust",
+    )
+    sub.set_defaults(run=_convert)
     return parser
+
+
+@contextmanager
+def _progress(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal; gives what is to be called with how much is done, and of how much."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    stderr = Console(stderr=True)
+    with Progress(*columns, console=stderr, disable=not stderr.is_terminal, transient=True) as progress:
+        task = progress.add_task(description, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    if args.frames and importlib.util.find_spec("matplotlib") is None:
+        raise GymCompressError('--frames needs matplotlib: pip install "gym-compress[plot]"')
+    table = Table(title=str(args.file), box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
+    for heading, value in summary(args.file).items():
+        table.add_row(heading, value)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # nothing is cut off in a file
+    console.print(table)
+    if args.frames:
+        draw_frames(args.file, args.frames)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = 0
+    with _progress(f"reading {args.file}") as advance:
+        for fault in faults(args.file, advance):
+            found += 1
+            print(fault)  # noqa: T201
+    if not found:
+        print(f"{args.file} is whole")  # noqa: T201
+    return int(found > 0)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    if args.out.exists():
+        raise GymCompressError(f"{args.out} is there already")
+    kind = args.source.suffix.lower()
+    if kind in (".npy", ".npz"):
+        convert = from_arrays
+    elif kind in (".pkl", ".pickle"):
+        if not args.trust_pickle:
+            raise GymCompressError(
+                f"{args.source} is a pickle, which runs whatever code its maker put into it: --trust-pickle, "
+                "if you trust its maker"
+            )
+        convert = from_pickle
+    elif args.out.suffix.lower() == ".npz":
+        convert = to_npz
+    else:
+        raise GymCompressError(
+            f"Expected an IN that is .npy, .npz or .pkl, or an OUT that is .npz, got {args.out}"
+        )
+    if convert is not to_npz and args.out.suffix.lower() in (".npy", ".npz", ".pkl", ".pickle"):
+        raise GymCompressError(f"{args.out} would be a replay file, which no one expects under this name")
+    with _progress(f"converting {args.source}") as advance:
+        convert(args.source, args.out, advance)
+    return 0
 
 
 def _compare(args: argparse.Namespace) -> int:

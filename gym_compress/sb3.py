@@ -6,12 +6,14 @@ Hand them to an algorithm as ``replay_buffer_class=`` or ``rollout_buffer_class=
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from stable_baselines3.common import buffers
+from stable_baselines3.common.callbacks import CheckpointCallback
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.utils import get_device
 from stable_baselines3.common.vec_env import VecNormalize
@@ -32,6 +34,7 @@ from gym_compress.replay.store import (
 from gym_compress.tree import map_leaves
 
 __all__ = [
+    "CheckpointReplayCallback",
     "CompressedDictReplayBuffer",
     "CompressedDictRolloutBuffer",
     "CompressedHerReplayBuffer",
@@ -182,12 +185,14 @@ class CompressedReplayBuffer(_CompressedReplay):
 
     All is as in :class:`stable_baselines3.common.buffers.ReplayBuffer`, with these differences:
 
-    - ``next_observations`` are kept as they came, so ``optimize_memory_usage`` changes nothing that is stored
-    and goes
-      together with ``handle_timeout_termination``. With it, rows are drawn as SB3 draws them: never the one
-      at ``pos``.
-    - An observation of a wrong shape, or of a dtype that does not cast, is a ValueError, and the buffer is as
-    it was.
+    - ``next_observations`` are kept as they came, so ``optimize_memory_usage`` changes nothing that is
+      stored and goes together with ``handle_timeout_termination``. With it, rows are drawn as SB3 draws
+      them: never the one at ``pos``.
+    - An observation of a wrong shape, or of a dtype that does not cast, is a ValueError, and the buffer is
+      as it was.
+    - ``save(path)`` and ``load(path, device=, lazy=)`` write and read replay files, which each class here and
+      :class:`gym_compress.CompressedReplayBuffer` can load. Rows are drawn from ``np.random``, whose state is
+      not in the file.
 
     Args:
         buffer_size: How many transitions are kept, of all environments together.
@@ -218,7 +223,8 @@ class CompressedNStepReplayBuffer(_CompressedReplay, buffers.NStepReplayBuffer):
 
     The arguments are those of :class:`CompressedReplayBuffer` but for ``optimize_memory_usage``, which SB3
     does not support here, and ``n_steps`` and ``gamma``. SB3 hands neither to a class that is named: an
-    algorithm with ``n_steps=5`` needs ``replay_buffer_kwargs={"n_steps": 5, "gamma": 0.99}`` beside it.
+    algorithm with ``n_steps=5`` needs ``replay_buffer_kwargs={"n_steps": 5, "gamma": 0.99}`` beside it. A
+    replay file has both if this class saved it; loaded from another's, they are SB3's defaults, 3 and 0.99.
     """
 
     _further = ("n_steps", "gamma")
@@ -311,6 +317,60 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
 
     def _restore(self, told: dict[str, Any]) -> None:
         self._current_ep_start[:] = told["current_ep_start"]
+
+
+class CheckpointReplayCallback(CheckpointCallback):
+    """SB3's ``CheckpointCallback``, with the replay buffer in one replay file that is saved incrementally.
+
+    Every ``save_freq`` calls of ``env.step()`` the model goes to a file of its own, as in SB3, and the replay
+    buffer to ``{save_path}/{name_prefix}.replay``, of which only what changed is written. A process that is
+    killed meanwhile leaves the last whole checkpoint of the buffer. The buffer is saved before the model, so
+    what a model was trained on is there.
+
+    Args:
+        save_freq: Calls of ``env.step()`` between two checkpoints; with several environments, each call is a
+            step of all.
+        save_path: The folder, which is made if it is not there.
+        name_prefix: What the files' names begin with.
+        save_vecnormalize: Whether the statistics of ``VecNormalize`` are saved too, in a pickle as in SB3.
+        verbose: 0 for no output, 2 to be told of each checkpoint.
+
+    Raises:
+        TypeError: When training begins, if the algorithm's replay buffer is none of this module's.
+    """
+
+    def __init__(
+        self,
+        save_freq: int,
+        save_path: str,
+        name_prefix: str = "rl_model",
+        save_vecnormalize: bool = False,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(
+            save_freq, save_path, name_prefix, save_vecnormalize=save_vecnormalize, verbose=verbose
+        )
+
+    @property
+    def replay_path(self) -> Path:
+        """The replay file."""
+        return Path(self.save_path, f"{self.name_prefix}.replay")
+
+    def _init_callback(self) -> None:
+        super()._init_callback()
+        buffer = getattr(self.model, "replay_buffer", None)
+        if not isinstance(buffer, _CompressedReplay):
+            raise TypeError(
+                "CheckpointReplayCallback needs replay_buffer_class= with a buffer of gym_compress.sb3, "
+                f"actual: {type(buffer).__name__}"
+            )
+
+    def _on_step(self) -> bool:
+        if self.n_calls % self.save_freq == 0:
+            self.model.replay_buffer.save(self.replay_path)  # type: ignore[attr-defined]
+            if self.verbose >= 2:
+                print(f"Saving replay buffer checkpoint to {self.replay_path}")  # noqa: T201
+        return super()._on_step()
 
 
 class _Asked:

@@ -13,7 +13,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from gym_compress.errors import CorruptDataError
-from gym_compress.replay.file import MOST_CHUNK, Block, ChunkTable, ReplayFile, refusing
+from gym_compress.replay.file import ReplayFile
+from gym_compress.replay.format import MOST_CHUNK, Block, ChunkTable, refusing
 from gym_compress.replay.settings import element_nbytes, space_from_json, space_to_json
 from gym_compress.replay.slices import Stream
 from gym_compress.replay.store import ObservationStore, is_image

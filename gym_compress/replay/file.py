@@ -1,171 +1,64 @@
-"""Replay files: SQLite databases under the rules of FORMAT.md, which stands beside this file."""
+"""Replay files: reading and writing them under the rules of FORMAT.md, which stands beside this file."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
 import sqlite3
-import struct
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import quote
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gym_compress.chunk import Chunk
-from gym_compress.codec import Codec, check_encoded, decode
-from gym_compress.errors import CorruptDataError, GymCompressError
+from gym_compress.errors import GymCompressError
+from gym_compress.replay.format import (
+    APPLICATION_ID,
+    BLOCK_CODEC,
+    MOST_CHUNK,
+    MOST_SETTINGS,
+    PAGE,
+    SCHEMA,
+    SET_CACHE,
+    SQLITE_LENGTH,
+    VERSION,
+    Block,
+    array_source,
+    block_rows,
+    checksum,
+    errors_of,
+    little,
+    row_hash,
+    signed,
+)
+from gym_compress.replay.reading import FileReader, StoredChunk
 
-__all__ = ["MOST_CHUNK", "Block", "ChunkTable", "ReplayFile", "StoredChunk", "refusing"]
+__all__ = ["ReplayFile"]
 
-_APPLICATION_ID = 0x47794D43  # "GyMC"
-_VERSION = 1
-_SCHEMA = {
-    "blobs": "CREATE TABLE blobs (id INTEGER PRIMARY KEY, data BLOB NOT NULL)",
-    "chunks": "CREATE TABLE chunks (id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, "
-    "stream INTEGER NOT NULL, first INTEGER NOT NULL, nbytes INTEGER NOT NULL, codec TEXT NOT NULL)",
-    "settings": "CREATE TABLE settings (id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, "
-    "data BLOB NOT NULL)",
-    "checkpoint": "CREATE TABLE checkpoint (id INTEGER PRIMARY KEY, digest INTEGER NOT NULL, "
-    "owner INTEGER NOT NULL)",
-}
-_PAGE = 16384  # a chunk of Atari frames is about 2 KB, and pages are filled by whole chunks
-_CACHE = 1000  # KiB of pages that a connection keeps
-_BUSY = 60.0  # seconds to wait for another process
 _BATCH = 128  # chunks that wait to be written together
 
-# Limits of FORMAT.md, in bytes.
-MOST_CHUNK = 2**27
-_MOST_SETTINGS = 2**24
-_OVERHEAD = 1024  # of a blob beyond what it decodes to
-_SQLITE_LENGTH = 10**9
 
-_BLOCK = 2**15  # what a block of an array aims at
-_BLOCK_CODEC = Codec("zstd", 1)
+class ReplayFile(FileReader):
+    """An open replay file, to be read or written.
 
-# SQLite's primary result codes that tell of the system and not of the file.
-_OF_THE_SYSTEM = {
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-}
+    Chunks may be written before the checkpoint that they are to be part of: they get ids that the checkpoint
+    before does not reach, and nobody sees them until new settings make them part of the next one.
 
-_SET_CACHE = f"PRAGMA cache_size = -{_CACHE}"  # counts in pages of the size that is known when it is set
-_COUNT_TABLES = "SELECT count(*) FROM sqlite_schema"
-
-_pack_id = struct.Struct("<q").pack
-_pack_row = struct.Struct("<qqqqq").pack
-
-
-class StoredChunk:
-    """A sealed chunk whose content stays in a file and is read anew each time."""
-
-    __slots__ = ("_file", "checksum", "codec", "id", "nbytes")
-
-    sealed = True
-
-    def __init__(self, file: ReplayFile, id_: int, checksum: int, nbytes: int, codec: Codec) -> None:
-        self._file = file
-        self.id = id_
-        self.checksum = checksum
-        self.nbytes = nbytes
-        self.codec = codec
-
-    @property
-    def content(self) -> bytes | NDArray[np.uint8]:
-        """What :class:`gym_compress.chunk.Chunk` has there.
-
-        Raises:
-            CorruptDataError: If it is damaged.
-        """
-        return self._file.content(self)
-
-    @property
-    def cbytes(self) -> int:
-        """Bytes of memory that the content takes."""
-        return 0
-
-
-class ChunkTable(NamedTuple):
-    """What a file says of the chunks of its checkpoint, in the order of their ids.
-
-    The arrays are ``(n,)`` int64.
-    """
-
-    ids: NDArray[np.int64]
-    checksums: NDArray[np.int64]
-    streams: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    codecs: list[Codec]
-
-
-class Block(NamedTuple):
-    """A block of an array in a file: its blob, and a hash of what it was made from."""
-
-    id: int
-    checksum: int
-    source: int
-
-
-class ReplayFile:
-    """An open replay file.
-
-    Who only reads sees the checkpoint that was opened until it is closed, whatever others save. Who writes
-    commits blobs and chunks with ids that the checkpoint does not reach, so that nobody sees them, until new
-    settings make them part of the next checkpoint.
-
-    Attributes:
-        path: Where it is.
-        mark: What tells this checkpoint from all others: its digest and a random number; None if there is
-            none.
+    A file is opened for one checkpoint, or it is held: it stays open for chunks to come.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.mark: tuple[int, int] | None = None
-        self._connection: sqlite3.Connection | None = None
-        self._closed = False
-        self._reads = False  # whether a checkpoint is open to be read
-        self._held = False  # whether it stays open to be written, see take_over
-        self._forked = False
-        self._digest = 0  # sum of the hashes of the checkpoint's chunks
-        self._added = 0  # and of those that came since
-        self._reached = 1  # the first id beyond the checkpoint
-        self._next = 1
+        super().__init__(path)
+        self._held = False
+        self._next = 1  # the id that the next blob gets
+        self._added = 0  # sum of the hashes of the chunks that the checkpoint does not reach
         self._waiting: dict[int, tuple[bytes, tuple[Any, ...]]] = {}  # what is to be inserted, by id
         self._dropped: list[int] = []
-        _files.add(self)
-
-    # Opening and closing.
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> ReplayFile:
-        """Opens the checkpoint of a file, to read it.
-
-        Raises:
-            FileNotFoundError: If there is no file.
-            CorruptDataError: If it is no replay file, damaged, or holds no checkpoint.
-            OSError: If the system refuses.
-        """
-        file = cls(Path(path).absolute())
-        if not file.path.exists():
-            raise FileNotFoundError(f"There is no file {path}")
-        with file._opening():
-            file._begin_to_read()
-        return file
 
     @classmethod
     def open_to_save(cls, path: str | os.PathLike[str]) -> ReplayFile:
@@ -199,7 +92,7 @@ class ReplayFile:
             )
         file = cls.open_to_save(path)
         try:
-            with _errors_of(path):
+            with errors_of(path):
                 file._execute("PRAGMA journal_mode = WAL")
             file.take_over()
         except BaseException:
@@ -207,272 +100,37 @@ class ReplayFile:
             raise
         return file
 
-    @contextmanager
-    def _opening(self, create: bool = False) -> Iterator[None]:
-        if self.path.is_dir():
-            raise IsADirectoryError(f"{self.path} is a folder, expected a replay file")
-        try:
-            with _errors_of(self.path):
-                self._connection = _connect(self.path, "rwc" if create else "rw")
-                try:
-                    yield
-                except sqlite3.OperationalError as error:
-                    if create or not self._may_be_immutable(error):
-                        raise
-                    # where nothing can be written SQLite cannot lock either, and nobody else writes
-                    self._connection.close()
-                    self._connection = _connect(self.path, "ro&immutable=1")
-                    self._begin_to_read()
-        except BaseException:
-            self.close()
-            raise
-
-    def _may_be_immutable(self, error: sqlite3.OperationalError) -> bool:
-        wal = Path(f"{self.path}-wal")
-        refused = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-        return refused and not os.access(self.path.parent, os.W_OK) and not wal.exists()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(
-            f"A buffer whose chunks are in {self.path} cannot be copied or pickled: load the file"
-        )
-
-    def __del__(self) -> None:
-        with suppress(Exception):
-            self.close()
-
-    def close(self) -> None:
-        """Closes the file; what was not saved is lost."""
-        self._closed = True
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with _errors_of(self.path):
-                connection.close()
-
-    def _connected(self) -> sqlite3.Connection:
-        if self._closed:
-            raise ValueError(f"{self.path} is closed")
-        if self._connection is None:  # in a forked child
-            self._connection = _connect(self.path, "rw")
-            self._execute("BEGIN")
-            if self._mark_now() != self.mark:
-                raise GymCompressError(f"{self.path} was saved since this process was forked: load it again")
-        return self._connection
-
-    def _execute(self, statement: str, values: Iterable[Any] = ()) -> sqlite3.Cursor:
-        return self._connected().execute(statement, tuple(values))
-
-    # Reading.
-
-    def _begin_to_read(self) -> None:
-        """From now on, what is read is of one checkpoint."""
-        self._reads = True
-        self._connected().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_SETTINGS)
-        for pragma in ("cell_size_check = ON", "trusted_schema = OFF"):
-            self._execute(f"PRAGMA {pragma}")
-        if self._application() != _APPLICATION_ID:
-            raise CorruptDataError(f"{self.path} is not a replay file")
-        with suppress(sqlite3.OperationalError):  # a file that cannot be written is read as it is
-            self._execute(
-                "PRAGMA journal_mode = WAL"
-            )  # with it, readers and writer do not wait for each other
-        self._execute(_SET_CACHE)
-        self._execute("BEGIN")
-        self._check_schema()
-        self.mark = self._mark_now()
-
-    def read_checkpoint(self) -> tuple[dict[str, Any], ChunkTable]:
-        """The settings, and what there is to know of the chunks.
-
-        Raises:
-            CorruptDataError: If there is no checkpoint, or it is damaged.
-        """
-        with _errors_of(self.path):
-            row = self._execute("SELECT checksum, data FROM settings WHERE id = 1").fetchone()
-            if row is None or self.mark is None:
-                raise CorruptDataError(f"{self.path} holds no checkpoint: its first save was not completed")
-            checksum, data = row
-            if not isinstance(data, bytes) or _checksum(1, data) != checksum:
-                raise CorruptDataError(f"The settings of {self.path} do not have their checksum")
-            with refusing(f"The settings of {self.path} are not valid"):
-                settings = json.loads(data)
-                self._reached = self._next = int(settings["next_id"])
-            table = self._chunk_table()
-            if _signed(self._digest + checksum) != self.mark[0]:
-                raise CorruptDataError(
-                    f"{self.path} has parts of different checkpoints, or lost some: its digest differs"
-                )
-            return settings, table
-
-    def _chunk_table(self) -> ChunkTable:
-        with refusing(f"The chunks of {self.path} are not valid"):
-            rows = self._execute(
-                "SELECT id, checksum, stream, first, nbytes, codec FROM chunks WHERE id < ? ORDER BY id",
-                [self._reached],
-            )
-            codecs: list[Codec] = []
-            total = 0
-
-            def numbers() -> Iterator[tuple[int, ...]]:
-                nonlocal total
-                for row in rows:
-                    total += _row_hash(row)
-                    codecs.append(_codec_of(row[5]))
-                    yield row[:5]
-
-            table = np.fromiter(numbers(), np.dtype((np.int64, 5)))
-            self._digest = _signed(total)
-            ids, checksums, streams, firsts, nbytes = np.ascontiguousarray(table.T)
-            return ChunkTable(ids, checksums, streams, firsts, nbytes, codecs)
-
-    def blob(self, id_: int, checksum: int, most: int) -> bytes:
-        """The bytes under an id.
-
-        Args:
-            id_: The id.
-            checksum: Their checksum.
-            most: How many bytes there are at most.
-
-        Raises:
-            CorruptDataError: If they are not there, too many, or have another checksum.
-        """
-        with _errors_of(self.path):
-            self._connected().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
-            row = self._execute("SELECT data FROM blobs WHERE id = ?", [id_]).fetchone()
-        return self._checked(id_, checksum, row and row[0])
-
-    def _checked(self, id_: int, checksum: int, data: Any) -> bytes:
-        if not isinstance(data, bytes):
-            raise CorruptDataError(f"Blob {id_} of {self.path} is missing")
-        if _checksum(id_, data) != checksum:
-            raise CorruptDataError(f"Blob {id_} of {self.path} does not have its checksum")
-        return data
-
-    def content(self, chunk: StoredChunk) -> bytes | NDArray[np.uint8]:
-        """The content of a chunk, checked.
-
-        Raises:
-            CorruptDataError: If it is damaged.
-        """
-        if chunk.id in self._waiting:
-            data = self._waiting[chunk.id][0]
-        else:
-            data = self.blob(chunk.id, chunk.checksum, chunk.nbytes + _OVERHEAD)
-        return self._unpacked(chunk.id, data, chunk.nbytes, chunk.codec)
-
-    def _unpacked(self, id_: int, data: bytes, nbytes: int, codec: Codec) -> bytes | NDArray[np.uint8]:
-        try:
-            if codec.name != "none":
-                check_encoded(data, nbytes)
-                return data
-            if len(data) == nbytes:
-                return np.frombuffer(data, np.uint8)
-        except CorruptDataError as error:
-            raise CorruptDataError(f"Blob {id_} of {self.path}: {error}") from None
-        raise CorruptDataError(f"Blob {id_} of {self.path} has {len(data)} bytes, expected {nbytes}")
-
-    def stored_chunks(self, table: ChunkTable) -> Iterator[StoredChunk]:
-        """The chunks of a table, left where they are."""
-        ids, checksums, _, _, nbytes, codecs = table
-        columns = ids.tolist(), checksums.tolist(), nbytes.tolist(), codecs
-        for id_, checksum, size, codec in zip(*columns, strict=True):
-            yield StoredChunk(self, id_, checksum, size, codec)
-
-    def read_chunks(self, table: ChunkTable) -> Iterator[Chunk]:
-        """The chunks of a table, read.
-
-        Raises:
-            CorruptDataError: If one is damaged.
-        """
-        with _errors_of(self.path):
-            most = int(table.nbytes.max(initial=0)) + _OVERHEAD
-            self._connected().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
-            rows = self._execute(
-                "SELECT data FROM chunks LEFT JOIN blobs USING (id) WHERE id < ? ORDER BY id", [self._reached]
-            )
-            for chunk, (data,) in zip(self.stored_chunks(table), rows, strict=True):
-                data = self._checked(chunk.id, chunk.checksum, data)
-                content = self._unpacked(chunk.id, data, chunk.nbytes, chunk.codec)
-                yield Chunk(content, chunk.nbytes, chunk.codec, sealed=True)
-
-    def read_array(self, told: dict[str, Any], out: NDArray[Any]) -> list[Block]:
-        """Reads an array.
-
-        Args:
-            told: What the settings say of it.
-            out: Where it goes, C-contiguous; of its shape, or of as many elements a row.
-
-        Returns:
-            Its blocks, for :meth:`put_array`.
-
-        Raises:
-            CorruptDataError: If it is damaged, or does not fit.
-        """
-        rows, shape = told["rows"], tuple(told["shape"])
-        if told["dtype"] != _little(out.dtype) or shape[:1] != out.shape[:1] or _count(shape) != out.size:
-            raise CorruptDataError(
-                f"An array of {self.path} is {told['dtype']} {shape}, "
-                f"expected {_little(out.dtype)} {out.shape}"
-            )
-        row_nbytes = out.nbytes // max(len(out), 1)
-        if rows != _block_rows(row_nbytes) or len(told["blocks"]) != -(
-            -len(out) // rows if out.nbytes else 0
-        ):
-            raise CorruptDataError(f"An array of {self.path} has other blocks than its shape asks for")
-        flat = out.reshape(-1).view(np.uint8)
-        blocks = []
-        for i, (id_, checksum) in enumerate(told["blocks"]):
-            part = flat[i * rows * row_nbytes : (i + 1) * rows * row_nbytes]
-            data = self.blob(id_, checksum, part.nbytes + _OVERHEAD)
-            self._unpacked(id_, data, part.nbytes, _BLOCK_CODEC)
-            try:
-                decode(data, part)
-            except RuntimeError as error:
-                raise CorruptDataError(f"Blob {id_} of {self.path} cannot be decoded: {error}") from None
-            blocks.append(Block(id_, checksum, _source(out, part)))
-        return blocks
-
-    # Writing.
-
     def _prepare(self) -> None:
         """Gets ready to write: makes the tables, or checks them."""
-        for pragma in ("trusted_schema = OFF", "secure_delete = OFF", f"page_size = {_PAGE}"):
+        for pragma in ("trusted_schema = OFF", "secure_delete = OFF", f"page_size = {PAGE}"):
             self._execute(f"PRAGMA {pragma}")
         self._execute("BEGIN IMMEDIATE")
         try:
-            application, (tables,) = self._application(), self._execute(_COUNT_TABLES).fetchone()
+            application = self._application()
+            (tables,) = self._execute("SELECT count(*) FROM sqlite_schema").fetchone()
             if not application and not tables:
-                for statement in _SCHEMA.values():
+                for statement in SCHEMA.values():
                     self._execute(statement)
-                self._execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-                self._execute(f"PRAGMA user_version = {_VERSION}")
-            elif application != _APPLICATION_ID:
+                self._execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                self._execute(f"PRAGMA user_version = {VERSION}")
+            elif application != APPLICATION_ID:
                 raise FileExistsError(f"{self.path} is there already, and is not a replay file")
             self._check_schema()
             self._execute("COMMIT")
         except BaseException:
             self._roll_back()
             raise
-        self._execute(_SET_CACHE)
+        self._execute(SET_CACHE)
         if self._mark_now():
             self._execute("PRAGMA journal_mode = WAL")
         # else nobody reads it yet, and the first checkpoint is quicker written without
 
-    def _application(self) -> int:
-        (application,) = self._execute("PRAGMA application_id").fetchone()
-        return int(application)
-
-    def _check_schema(self) -> None:
-        (version,) = self._execute("PRAGMA user_version").fetchone()
-        if version != _VERSION:
-            raise CorruptDataError(f"{self.path} has version {version} of the format, expected {_VERSION}")
-        found = self._execute("SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY rowid").fetchall()
-        if found != [("table", name, name, sql) for name, sql in _SCHEMA.items()]:
-            raise CorruptDataError(f"{self.path} has other tables than a replay file")
-
-    def _mark_now(self) -> tuple[int, int] | None:
-        row = self._execute("SELECT digest, owner FROM checkpoint WHERE id = 1").fetchone()
-        return None if row is None else (row[0], row[1])
+    def content(self, chunk: StoredChunk) -> bytes | NDArray[np.uint8]:
+        """See :meth:`FileReader.content`; chunks that wait to be written have one, too."""
+        if chunk.id in self._waiting:
+            data = self._waiting[chunk.id][0]
+            return data if chunk.codec.name != "none" else np.frombuffer(data, np.uint8)
+        return super().content(chunk)
 
     def _set_mark(self, digest: int) -> None:
         self.mark = digest, secrets.randbits(62)
@@ -485,10 +143,10 @@ class ReplayFile:
             GymCompressError: If the file was saved since it was opened.
             OSError: If the system refuses.
         """
-        with _errors_of(self.path):
+        with errors_of(self.path):
             self._check_process()
             connection = self._connected()
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _SQLITE_LENGTH)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, SQLITE_LENGTH)
             mark = self.mark
             try:
                 if not connection.in_transaction:
@@ -507,7 +165,7 @@ class ReplayFile:
                 raise
             self._execute("PRAGMA secure_delete = OFF")
             self._execute("PRAGMA synchronous = NORMAL")
-            self._held = True
+            self._held, self._next = True, max(self._next, self._reached)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -526,7 +184,7 @@ class ReplayFile:
                 (last,) = self._execute("SELECT max(id) FROM blobs").fetchone()
                 self._reached = self._next = (last or 0) + 1
                 settings = self._execute("SELECT checksum FROM settings WHERE id = 1").fetchone()
-                self._digest = _signed((self.mark or (0,))[0] - (settings or (0,))[0])
+                self._digest = signed((self.mark or (0,))[0] - (settings or (0,))[0])
             yield
         if self._held:
             self._pragma("synchronous = NORMAL")
@@ -535,7 +193,7 @@ class ReplayFile:
             self._execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _pragma(self, pragma: str) -> None:
-        with _errors_of(self.path):
+        with errors_of(self.path):
             self._execute(f"PRAGMA {pragma}")
 
     @contextmanager
@@ -544,8 +202,8 @@ class ReplayFile:
         before = self.mark, self._digest, self._added, self._reached, self._next, self._dropped
         self._dropped = [*self._dropped]
         try:
-            with _errors_of(self.path):
-                self._connected().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _SQLITE_LENGTH)
+            with errors_of(self.path):
+                self._connected().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, SQLITE_LENGTH)
                 self._execute("BEGIN IMMEDIATE")
                 if self._held and self._mark_now() != self.mark:
                     raise GymCompressError(
@@ -586,12 +244,12 @@ class ReplayFile:
         content, codec = chunk.content, str(chunk.codec)
         data = content if isinstance(content, bytes) else content.tobytes()
         id_, self._next = self._next, self._next + 1
-        checksum = _checksum(id_, data)
-        self._waiting[id_] = data, (id_, checksum, stream, first, chunk.nbytes, codec)
-        if not self._held and len(self._waiting) >= _BATCH:
+        row = id_, checksum(id_, data), stream, first, chunk.nbytes, codec
+        self._waiting[id_] = data, row
+        if not self._reads and not self._held and len(self._waiting) >= _BATCH:
             self._write_waiting()
             self._waiting.clear()
-        return StoredChunk(self, id_, checksum, chunk.nbytes, chunk.codec)
+        return StoredChunk(self, id_, row[1], chunk.nbytes, chunk.codec)
 
     def drop(self, ids: Iterable[int]) -> None:
         """Forgets chunks: those of the checkpoint with the next one, others with the next :meth:`flush`."""
@@ -625,7 +283,7 @@ class ReplayFile:
         connection.executemany("INSERT INTO blobs VALUES (?, ?)", ((row[0], data) for data, row in waiting))
         rows = [row for _, row in waiting]
         connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", rows)
-        self._added += sum(_row_hash(row) for row in rows)
+        self._added += sum(row_hash(row) for row in rows)
 
     def _delete(self, ids: list[int]) -> None:
         for run in _runs(ids):
@@ -633,9 +291,9 @@ class ReplayFile:
                 "DELETE FROM chunks WHERE id BETWEEN ? AND ? RETURNING *", run
             ).fetchall():
                 if row[0] < self._reached:
-                    self._digest -= _row_hash(row)
+                    self._digest -= row_hash(row)
                 else:
-                    self._added -= _row_hash(row)
+                    self._added -= row_hash(row)
             self._execute("DELETE FROM blobs WHERE id BETWEEN ? AND ?", run)
 
     def clear(self) -> None:
@@ -660,13 +318,13 @@ class ReplayFile:
             What the settings say of it, and its blocks.
         """
         row_nbytes = array.nbytes // max(len(array), 1)
-        rows = _block_rows(row_nbytes)
+        rows = block_rows(row_nbytes)
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         blocks: list[Block] = []
         gone = {block.id for block in before}
         for i, start in enumerate(range(0, flat.nbytes, rows * row_nbytes or 1)):
             part = flat[start : start + rows * row_nbytes]
-            source = _source(array, part)
+            source = array_source(array, part)
             if i < len(before) and before[i].source == source:
                 blocks.append(before[i])
                 gone.remove(before[i].id)
@@ -675,13 +333,13 @@ class ReplayFile:
                 raise ValueError(
                     f"Rows of {part.nbytes} bytes are too large for a file: {MOST_CHUNK} at most"
                 )
-            data = _BLOCK_CODEC.encode(part, array.dtype.itemsize)
+            data = BLOCK_CODEC.encode(part, array.dtype.itemsize)
             id_, self._next = self._next, self._next + 1
             self._execute("INSERT INTO blobs VALUES (?, ?)", [id_, data])
-            blocks.append(Block(id_, _checksum(id_, data), source))
+            blocks.append(Block(id_, checksum(id_, data), source))
         self._connected().executemany("DELETE FROM blobs WHERE id = ?", [(id_,) for id_ in gone])
         told = {
-            "dtype": _little(array.dtype),
+            "dtype": little(array.dtype),
             "shape": array.shape,
             "rows": rows,
             "blocks": [block[:2] for block in blocks],
@@ -698,44 +356,15 @@ class ReplayFile:
         self._waiting.clear()
         settings = {**settings, "next_id": self._next}
         data = json.dumps(settings, separators=(",", ":"), allow_nan=False).encode()
-        if len(data) > _MOST_SETTINGS:
+        if len(data) > MOST_SETTINGS:
             raise ValueError(
-                f"Settings of {len(data)} bytes are too large for a file: {_MOST_SETTINGS} at most"
+                f"Settings of {len(data)} bytes are too large for a file: {MOST_SETTINGS} at most"
             )
-        checksum = _checksum(1, data)
-        self._execute("INSERT OR REPLACE INTO settings VALUES (1, ?, ?)", [checksum, data])
-        self._digest = _signed(self._digest + self._added)
+        own = checksum(1, data)
+        self._execute("INSERT OR REPLACE INTO settings VALUES (1, ?, ?)", [own, data])
+        self._digest = signed(self._digest + self._added)
         self._added, self._reached = 0, self._next
-        self._set_mark(_signed(self._digest + checksum))
-
-
-def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    uri = f"file:{quote(os.fsencode(path))}?mode={mode}"
-    return sqlite3.connect(uri, uri=True, timeout=_BUSY, isolation_level=None, check_same_thread=False)
-
-
-@contextmanager
-def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
-    """SQLite's errors as OSError where the system is at fault, as CorruptDataError where the file is."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _OF_THE_SYSTEM:
-            raise OSError(f"{path}: {error}") from error
-        raise CorruptDataError(f"{path} is no replay file, or damaged: {error}") from error
-
-
-@contextmanager
-def refusing(message: str) -> Iterator[None]:
-    """What Python raises over values of a wrong kind, as CorruptDataError."""
-    try:
-        yield
-    except CorruptDataError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise CorruptDataError(f"{message}: {error!r}") from error
-    except struct.error as error:
-        raise CorruptDataError(f"{message}: {error}") from error
+        self._set_mark(signed(self._digest + own))
 
 
 def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
@@ -745,61 +374,3 @@ def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
     for start, end in zip([0, *breaks], [*breaks, len(ids)], strict=True):
         if start < end:
             yield ids[start], ids[end - 1]
-
-
-def _hash(data: bytes) -> int:
-    """BLAKE2b of 64 bits, as a signed integer."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
-
-
-def _checksum(id_: int, data: bytes) -> int:
-    return _hash(_pack_id(id_) + data)
-
-
-def _row_hash(row: tuple[Any, ...]) -> int:
-    return _hash(_pack_row(*row[:5]) + row[5].encode())
-
-
-def _source(array: NDArray[Any], part: NDArray[np.uint8]) -> int:
-    """A hash that tells, in this process, whether a part of an array changed."""
-    return hash((array.dtype, array.shape[1:], part.tobytes()))
-
-
-def _signed(total: int) -> int:
-    """An integer modulo 2**64, as SQLite keeps it."""
-    return (total + 2**63) % 2**64 - 2**63
-
-
-@lru_cache(maxsize=64)
-def _codec_of(text: str) -> Codec:
-    return Codec.from_string(text)
-
-
-def _little(dtype: np.dtype[Any]) -> str:
-    return dtype.newbyteorder("<").str
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
-
-
-def _block_rows(row_nbytes: int) -> int:
-    """How many rows of an array are in a block: what makes 32 KiB, but at least one."""
-    return max(1, _BLOCK // max(row_nbytes, 1))
-
-
-# Files that are open, and connections that a forked child inherited: it must neither use nor close them.
-_files: weakref.WeakSet[ReplayFile] = weakref.WeakSet()
-_abandoned: list[sqlite3.Connection | None] = []
-
-
-def _after_fork() -> None:
-    for file in _files:
-        _abandoned.append(file._connection)
-        file._connection, file._forked = None, True
-
-
-os.register_at_fork(after_in_child=_after_fork)

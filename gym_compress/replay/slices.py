@@ -14,7 +14,8 @@ from gym_compress.chunk import Chunk, ChunkWriter, Piece
 from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
-from gym_compress.replay.file import MOST_CHUNK, StoredChunk
+from gym_compress.replay.format import MOST_CHUNK
+from gym_compress.replay.reading import StoredChunk
 
 __all__ = ["Slicing", "Stream", "Wanted"]
 
