@@ -20,7 +20,6 @@ from stable_baselines3.common.vec_env import VecNormalize
 from stable_baselines3.her import HerReplayBuffer
 
 from gym_compress.codec import Codec
-from gym_compress.replay.buffer import transition_arrays
 from gym_compress.replay.checkpoint import COMPRESSION, SavedBuffer
 from gym_compress.replay.store import (
     ObservationStore,
@@ -31,6 +30,7 @@ from gym_compress.replay.store import (
     read_stores,
     write_row,
 )
+from gym_compress.replay.transitions import transition_arrays
 from gym_compress.tree import map_leaves
 
 __all__ = [

@@ -16,8 +16,8 @@ from gym_compress.errors import CorruptDataError
 from gym_compress.replay.file import ReplayFile
 from gym_compress.replay.format import MOST_CHUNK, Block, ChunkTable, refusing
 from gym_compress.replay.settings import element_nbytes, space_from_json, space_to_json
-from gym_compress.replay.slices import Stream
 from gym_compress.replay.store import ObservationStore, is_image
+from gym_compress.replay.stream import Stream
 from gym_compress.tree import map_leaves, map_space
 
 __all__ = ["COMPRESSION", "SavedBuffer"]

@@ -1,4 +1,4 @@
-"""Observations as slices: how they are taken apart, and the chunks that hold those of an environment."""
+"""Streams: the slices of observations, and the chunks that hold those of an environment."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
 from gym_compress.replay.format import MOST_CHUNK
 from gym_compress.replay.reading import StoredChunk
+from gym_compress.replay.slicing import Slicing
 
-__all__ = ["Slicing", "Stream", "Wanted"]
+__all__ = ["Stream", "Wanted"]
 
 # What is wanted of chunks, for gym_compress.chunk.read_pieces.
 Wanted = dict[Chunk | StoredChunk, list[Piece]]
-
-# Along an axis of at most this many entries, "auto" looks for frames that were stacked.
-_MOST_SLICES = 16
 
 # How many of the newest chunks of a stream stay in memory when the others go to a file: a wrapper's chunk is
 # wanted again as long as stacks overlap it.
@@ -31,64 +29,6 @@ _STAY = 8
 
 # What numbers of slices in a file stay below.
 _MOST_NUMBERS = 2**62
-
-
-class Slicing:
-    """How observations of one shape are taken apart into slices along an axis.
-
-    A slice is what is compared with slices before it and written once. A stack of grey frames has a slice a
-    frame, a stack of RGB frames along channels three; an observation that is no stack may be one slice.
-
-    Args:
-        shape: The shape of an observation.
-        dtype: Its dtype.
-        stack_size: How many frames an observation stacks, 1 for none, or ``"auto"`` to take each entry of the
-            first axis for a slice if there are few.
-        stack_axis: The axis along which frames are stacked.
-
-    Raises:
-        ValueError: If the axis does not exist, or its length is no multiple of ``stack_size``.
-    """
-
-    def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], stack_size: int | str, stack_axis: int
-    ) -> None:
-        if not -len(shape) <= stack_axis < len(shape):
-            raise ValueError(f"stack_axis {stack_axis} does not exist in observations of shape {shape}")
-        axis = stack_axis % len(shape)
-        length = shape[axis]
-        self.shape = shape
-        self.dtype = np.dtype(dtype.type)
-        if stack_size == "auto":
-            self.count = length if axis == 0 and len(shape) >= 3 and 0 < length <= _MOST_SLICES else 1
-            colours = 3 if self.count % 3 == 0 else 1
-        elif isinstance(stack_size, (int, np.integer)) and stack_size > 0:
-            if length % stack_size:
-                raise ValueError(
-                    f"stack_size {stack_size} does not divide axis {axis} of observations of shape {shape}"
-                )
-            self.count, colours = int(stack_size), 1
-        else:
-            raise ValueError(
-                f"stack_size is expected to be 'auto' or a positive integer, actual: {stack_size!r}"
-            )
-        # Observations are kept with the stacked axis first, cut into `count` slices.
-        self.axis = axis if self.count > 1 else 0
-        self.moved = (length, *shape[:axis], *shape[axis + 1 :]) if self.axis else shape
-        self.slice_shape = (self.moved[0] // self.count, *self.moved[1:])
-        self.slice_nbytes = int(np.prod(self.slice_shape, dtype=np.int64)) * self.dtype.itemsize
-        self.slices_per_frame = colours
-        self.frame_nbytes = self.slice_nbytes * colours
-        self.nbytes = self.slice_nbytes * self.count
-
-    def cut(self, observation: NDArray[Any]) -> NDArray[Any]:
-        """The slices of an observation, ``(count, *slice_shape)``; a view if they lie in that order."""
-        moved = np.moveaxis(observation, self.axis, 0) if self.axis else observation
-        return np.ascontiguousarray(moved).reshape(self.count, *self.slice_shape)
-
-    def join(self, moved: NDArray[Any]) -> NDArray[Any]:
-        """Observations in their own shape, from ones with the stacked axis first; a view."""
-        return np.moveaxis(moved, -len(self.shape), self.axis - len(self.shape)) if self.axis else moved
 
 
 class Stream:

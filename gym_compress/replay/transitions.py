@@ -1,0 +1,63 @@
+"""What a buffer stores of a transition beside the observations, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+__all__ = ["action_dim", "action_dtype", "transition_arrays"]
+
+
+def transition_arrays(
+    buffer: Any, action: Any, reward: Any, done: Any, infos: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Actions, rewards, dones and timeouts of one row, as arrays of the shapes that a buffer keeps.
+
+    Raises:
+        ValueError: If one is of another number of environments.
+    """
+    n_envs = buffer.n_envs
+    if not buffer.handle_timeout_termination:
+        timeouts: Any = np.zeros(n_envs)
+    elif isinstance(infos, Mapping):
+        timeouts = np.broadcast_to(np.asarray(infos.get("TimeLimit.truncated", False)), n_envs)
+    elif isinstance(infos, Sequence):
+        timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
+    else:
+        raise ValueError(f"Expected infos of {n_envs} environments, got {infos!r}")
+    return (
+        _shaped(action, buffer.actions[0], "actions"),
+        _shaped(reward, buffer.rewards[0], "rewards"),
+        _shaped(done, buffer.dones[0], "dones"),
+        _shaped(timeouts, buffer.timeouts[0], "infos"),
+    )
+
+
+def _shaped(values: Any, row: NDArray[Any], name: str) -> NDArray[Any]:
+    """Values of all environments as an array like the row of a buffer that they will be written to."""
+    array = np.asarray(values)
+    if array.size != row.size:
+        raise ValueError(f"Expected {name} of {len(row)} environments, {row.shape}, got shape {array.shape}")
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"Expected {name} that are numbers, got dtype {array.dtype}")
+    return array.reshape(row.shape).astype(row.dtype, copy=False)
+
+
+def action_dim(space: spaces.Space[Any]) -> int:
+    """How many numbers an action is."""
+    if isinstance(space, spaces.Discrete):
+        return 1
+    if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
+        return int(np.prod(space.shape))
+    raise TypeError(
+        f"Expected an action space that is Box, Discrete, MultiDiscrete or MultiBinary, actual: {space}"
+    )
+
+
+def action_dtype(space: spaces.Space[Any]) -> Any:
+    """The dtype of stored actions: float32 for float64, as in SB3."""
+    return np.float32 if space.dtype == np.float64 else space.dtype
