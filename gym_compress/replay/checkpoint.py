@@ -76,22 +76,22 @@ class SavedBuffer:
             ValueError: If there is no path and no file, or something is too large for a file.
             TypeError: If a file cannot hold a space of this kind.
         """
+        settings = self._settings()
+        _arguments(settings)  # what could not be loaded is not saved
         if self._file is not None and (path is None or _same(path, self._file)):
-            self._known = self._save(self._file)
+            self._known = self._save(self._file, settings)
             return
         if path is None:
             raise ValueError("Expected a path: this buffer is in memory, and in no file yet")
         file = ReplayFile.open_to_save(path)
         try:
-            known = self._save(file)
+            known = self._save(file, settings)
         finally:
             file.close()
         if self._file is None:
             self._known = known
 
-    def _save(self, file: ReplayFile) -> _Known:
-        settings = self._settings()
-        _arguments(settings)  # what could not be loaded is not saved
+    def _save(self, file: ReplayFile, settings: dict[str, Any]) -> _Known:
         streams = self._streams()
         for stream in streams:
             stream.settle()

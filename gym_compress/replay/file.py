@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gym_compress.chunk import Chunk
-from gym_compress.errors import GymCompressError
+from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.replay.format import (
     APPLICATION_ID,
     BLOCK_CODEC,
@@ -28,6 +28,7 @@ from gym_compress.replay.format import (
     SQLITE_LENGTH,
     VERSION,
     Block,
+    ChunkTable,
     array_source,
     block_rows,
     checksum,
@@ -41,6 +42,7 @@ from gym_compress.replay.reading import FileReader, StoredChunk
 __all__ = ["ReplayFile"]
 
 _BATCH = 128  # chunks that wait to be written together
+_WAL = 256  # pages of the write-ahead log that a file held open lets gather: 4 MiB
 
 
 class ReplayFile(FileReader):
@@ -74,8 +76,15 @@ class ReplayFile(FileReader):
             raise FileNotFoundError(f"{path} cannot be written: there is no folder {file.path.parent}")
         if sys.byteorder != "little":
             raise GymCompressError("Replay files can be written on little-endian machines only")
-        with file._opening(create=True):
-            file._prepare()
+        try:
+            with file._opening(create=True):
+                file._prepare()
+        except CorruptDataError as error:
+            if file.path.is_file() and isinstance(error.__cause__, sqlite3.DatabaseError):
+                raise FileExistsError(
+                    f"{path} is there already, and no whole replay file: {error}"
+                ) from error
+            raise
         return file
 
     @classmethod
@@ -125,6 +134,12 @@ class ReplayFile(FileReader):
             self._execute("PRAGMA journal_mode = WAL")
         # else nobody reads it yet, and the first checkpoint is quicker written without
 
+    def read_checkpoint(self) -> tuple[dict[str, Any], ChunkTable]:
+        """See :meth:`FileReader.read_checkpoint`."""
+        told, table = super().read_checkpoint()
+        self._next = self._reached
+        return told, table
+
     def content(self, chunk: StoredChunk) -> bytes | NDArray[np.uint8]:
         """See :meth:`FileReader.content`; chunks that wait to be written have one, too."""
         if chunk.id in self._waiting:
@@ -163,9 +178,9 @@ class ReplayFile(FileReader):
                     ) from None
                 self._roll_back()
                 raise
-            self._execute("PRAGMA secure_delete = OFF")
-            self._execute("PRAGMA synchronous = NORMAL")
-            self._held, self._next = True, max(self._next, self._reached)
+            for pragma in ("secure_delete = OFF", "synchronous = NORMAL", f"wal_autocheckpoint = {_WAL}"):
+                self._execute(f"PRAGMA {pragma}")
+            self._held = True
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -1,0 +1,529 @@
+"""Saving and loading buffers: what a loaded one holds, what is written, and what holds a file."""
+
+import copy
+import pickle
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gym_compress import CompressedFrameStack, CompressedReplayBuffer, CompressObservation, CorruptDataError
+from gym_compress.errors import GymCompressError
+from tests.envs import AnyEnv, MovingSquare, assert_same, play
+from tests.replays import ACTIONS, MIXED, STACKS, assert_equal, assert_holds, everything, feed, made
+
+load = CompressedReplayBuffer.load
+
+
+def ids(path):
+    """The ids of the chunks, and of all blobs, of a file."""
+    with sqlite3.connect(path) as database:
+        found = [
+            {id_ for (id_,) in database.execute(f"SELECT id FROM {table}")} for table in ("chunks", "blobs")
+        ]
+    database.close()
+    return found
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 23, 40, 95])
+def test_a_loaded_buffer_is_what_was_saved_and_goes_on_as_it_would_have(tmp_path, steps, lazy):
+    path = tmp_path / "a.replay"
+    buffer = made(steps)
+    buffer.sample(3) if steps else None
+    buffer.save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.replay"]
+    with load(path, device=None, lazy=lazy) as loaded:
+        assert_holds(loaded, steps)
+        assert_equal(loaded, buffer, draw=True)
+        assert loaded.observation_space == MIXED
+        assert loaded.action_space == ACTIONS
+        feed(buffer, range(steps, steps + 60))
+        feed(loaded, range(steps, steps + 60))
+        assert_holds(loaded, steps + 60)
+        assert_equal(loaded, buffer, draw=True)
+        assert_same(tuple(loaded.sample_sequences(5, 4)), tuple(buffer.sample_sequences(5, 4)))
+        loaded.save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.replay"]
+    assert_holds(load(path, device=None), steps + 60)
+
+
+def test_settings_survive(tmp_path):
+    arguments = dict(
+        optimize_memory_usage=True, handle_timeout_termination=False, stack_size=2, stack_axis=-1
+    )
+    buffer = CompressedReplayBuffer(
+        30,
+        spaces.Box(-1, 1, (20, 18, 4)),
+        spaces.Box(-1, 1, (2, 3), np.float64),
+        None,
+        3,
+        codec="zstd:2",
+        **arguments,
+    )
+    buffer.save(tmp_path / "a.replay")
+    loaded = load(str(tmp_path / "a.replay"), device="cpu")
+    assert loaded.buffer_size == 10
+    assert loaded.device.type == "cpu"
+    assert loaded.optimize_memory_usage
+    assert not loaded.handle_timeout_termination
+    assert loaded._compression == buffer._compression
+    assert loaded.action_space == buffer.action_space
+    assert loaded.actions.dtype == np.float32
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_order_of_adds_saves_loads_and_resets(tmp_path_factory, data):
+    """Beside a buffer that is only filled: what is saved in steps, to two files, and loaded again, is the same."""
+    folder = tmp_path_factory.mktemp("any")
+    paths = [folder / "a.replay", folder / "b.replay"]
+    rows, n_envs = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 2))
+    kwargs = dict(rows=rows, n_envs=n_envs, frames_per_chunk=data.draw(st.integers(1, 6)))
+    kwargs["codec"] = data.draw(st.sampled_from(["auto", "zstd:1", "none"]))
+    kwargs["path"] = data.draw(st.sampled_from([None, folder / "own.replay"]))
+    want, buffer = made(0, **kwargs | {"path": None}), made(0, **kwargs)
+    step = 0
+    orders = st.sampled_from(["add", "add", "add", "save", "save", "load", "lazy", "reset", "copy"])
+    for order in data.draw(st.lists(orders, max_size=25)):
+        if order == "add":
+            count = data.draw(st.integers(1, 40))
+            feed(want, range(step, step + count)), feed(buffer, range(step, step + count))
+            step += count
+        elif order == "reset":
+            want.reset(), buffer.reset()
+        elif order == "copy":
+            if buffer._file is None:
+                buffer = copy.deepcopy(buffer)
+        else:
+            path = data.draw(st.sampled_from([*paths, None] if buffer._file else paths))
+            buffer.save(path)
+            if order != "save":
+                path = path or buffer._file.path
+                buffer.close()
+                buffer = load(path, device=None, lazy=order == "lazy")
+    assert_equal(buffer, want)
+    buffer.save(paths[0])
+    buffer.close()
+    assert_equal(load(paths[0], device=None), want, draw=True)
+
+
+def test_a_later_save_writes_what_changed_and_uses_space_again(tmp_path):
+    path = tmp_path / "a.replay"
+    buffer = made(400, rows=400, space=STACKS)
+    buffer.save(path)
+    chunks, _ = ids(path)
+    size = path.stat().st_size
+    for start in range(400, 800, 20):
+        feed(buffer, range(start, start + 20))
+        buffer.save(path)
+        before, (chunks, _) = chunks, ids(path)
+        kept = len(before & chunks)
+        assert kept >= 0.85 * len(before)  # 5 % of the rows are new; references begin within chunks
+        assert not chunks - before < set(range(max(before)))  # no id is used twice
+    assert path.stat().st_size <= 1.3 * size
+    chunks, blobs = ids(path)
+    array_blocks = blobs - chunks
+    assert chunks <= blobs
+    assert len(array_blocks) < 30
+    buffer.save(path)
+    assert ids(path)[0] == chunks  # nothing changed
+    assert_equal(load(path, device=None), buffer)
+
+
+def test_what_wrappers_still_write_is_saved_as_far_as_it_was_referred_to(tmp_path):
+    path = tmp_path / "a.replay"
+    for kwargs in ({}, {"path": tmp_path / "own.replay"}):
+        env = CompressedFrameStack(
+            CompressObservation(MovingSquare(), frames_per_chunk=6), 3, padding_type="zero"
+        )
+        buffer = CompressedReplayBuffer(40, env.observation_space, ACTIONS, None, seed=1, **kwargs)
+        seen = play(env, 130)
+        arrays = [np.asarray(obs) for obs in seen]
+        for i in range(120):
+            buffer.add([seen[i]], [seen[i + 1]], [0], [i], [False], [{}])
+            if i % 4 == 3:
+                buffer.save(path)
+                rewards = everything(loaded := load(path, device=None))[4][:, 0].astype(int)
+                assert_same(everything(loaded)[0], np.stack([arrays[k] for k in rewards]))
+                assert_same(everything(loaded)[2], np.stack([arrays[k + 1] for k in rewards]))
+                assert_same(everything(buffer), everything(loaded))
+        buffer.close()
+
+
+def test_an_env_that_is_stepped_between_add_and_save(tmp_path):
+    """A chunk that was saved half written is saved anew when more of it is referred to."""
+    env = CompressObservation(MovingSquare(), frames_per_chunk=6)
+    buffer = CompressedReplayBuffer(50, env.observation_space, ACTIONS, None, seed=1)
+    obs, _ = env.reset(seed=1)
+    kept = []
+    for i in range(45):
+        following, *_ = env.step(0)
+        buffer.add([obs], [following], [0], [i], [False], [{}])
+        kept.append(np.asarray(obs))
+        obs = following
+        buffer.save(tmp_path / "a.replay")
+        loaded = load(tmp_path / "a.replay", device=None)
+        assert_same(everything(loaded)[0], np.stack(kept))
+
+
+def test_saving_elsewhere_or_over_another_buffers_file(tmp_path):
+    one, other = made(30), made(77, n_envs=1)
+    first, second = tmp_path / "1.replay", tmp_path / "2.replay"
+    one.save(first), other.save(second)
+    for buffer, path in ((one, second), (other, first), (one, first), (one, first), (other, first)):
+        feed(buffer, range(buffer.pos, buffer.pos + 5))
+        buffer.save(path)
+        assert_equal(load(path, device=None), buffer)
+    first.rename(tmp_path / "moved.replay")
+    blobs = ids(tmp_path / "moved.replay")[0]
+    feed(other, range(3))
+    other.save(tmp_path / "moved.replay")  # the checkpoint tells, not the name
+    assert ids(tmp_path / "moved.replay")[0] & blobs
+    assert_equal(load(tmp_path / "moved.replay", device=None), other)
+
+
+def test_a_buffer_whose_chunks_are_in_a_file_can_be_copied_to_another(tmp_path):
+    with made(70, path=tmp_path / "own.replay") as buffer:
+        buffer.save(tmp_path / "copy.replay")
+        assert_holds(load(tmp_path / "copy.replay", device=None), 70)
+        feed(buffer, range(70, 80))
+        buffer.save(tmp_path / "own.replay")
+        assert_holds(buffer, 80)
+    assert_holds(load(tmp_path / "own.replay", device=None), 80)
+    assert_holds(load(tmp_path / "copy.replay", device=None), 70)
+
+
+def test_chunks_are_in_the_file_from_the_start(tmp_path):
+    path = tmp_path / "a.replay"
+    with (
+        made(2000, rows=600, space=STACKS, path=path) as buffer,
+        made(2000, rows=600, space=STACKS) as memory,
+    ):
+        assert buffer.cbytes < 0.3 * memory.cbytes  # arrays and references alone
+        assert_equal(buffer, memory)
+        with pytest.raises(CorruptDataError, match="no checkpoint"):
+            load(path, device=None)
+        buffer.save()
+        assert_equal(load(path, device=None), memory)
+        size = path.stat().st_size
+        for start in range(2000, 8000, 500):  # what was evicted since is gone without a save
+            feed(buffer, range(start, start + 500))
+            feed(memory, range(start, start + 500))
+        assert_equal(buffer, memory)
+        buffer.save()
+        with load(path, device=None, lazy=True) as lazy:
+            assert_equal(lazy, buffer)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.replay"]
+    assert path.stat().st_size < 2.2 * size
+    with load(path, device=None, lazy=True) as lazy:  # to go on with it
+        feed(lazy, range(8000, 9000))
+        lazy.save()
+        feed(memory, range(8000, 9000))
+        assert_equal(lazy, memory)
+    assert_equal(load(path, device=None), memory)
+
+
+def test_what_was_written_ahead_of_a_checkpoint_does_not_count(tmp_path):
+    path = tmp_path / "a.replay"
+    with made(300, rows=200, space=STACKS, path=path) as buffer:
+        buffer.save()
+        feed(buffer, range(300, 1500))
+    chunks, blobs = ids(path)
+    assert_equal(load(path, device=None), made(300, rows=200, space=STACKS))
+    with load(path, device=None, lazy=True) as lazy:
+        feed(lazy, range(300, 1500))
+        lazy.save()
+        assert len(ids(path)[1]) < len(blobs)
+    assert_equal(load(path, device=None), made(1500, rows=200, space=STACKS))
+
+
+def test_a_lazy_buffer_sees_the_checkpoint_that_it_opened(tmp_path):
+    path = tmp_path / "a.replay"
+    buffer = made(50)
+    buffer.save(path)
+    with load(path, device=None, lazy=True) as lazy, load(path, device=None, lazy=True) as other:
+        want = everything(lazy)
+        for start in range(50, 150, 10):
+            feed(buffer, range(start, start + 10))
+            buffer.save(path)  # nobody holds it up
+            assert_same(everything(lazy), want)
+            assert_equal(load(path, device=None), buffer)
+        feed(lazy, range(50, 60))
+        with pytest.raises(GymCompressError, match="load it again"):
+            lazy.save()
+        assert_same(everything(other), want)
+    assert_same(everything(load(path, device=None)), everything(buffer))
+
+
+def test_of_two_that_go_on_with_a_file_the_first_is_told(tmp_path):
+    path = tmp_path / "a.replay"
+    made(50).save(path)
+    one, other = load(path, device=None, lazy=True), load(path, device=None, lazy=True)
+    feed(one, range(50, 60)).save()
+    feed(other, range(50, 55))
+    with pytest.raises(GymCompressError, match="load it again"):
+        other.save()
+    third = load(path, device=None, lazy=True)
+    feed(third, range(60, 70)).save()
+    with pytest.raises(GymCompressError, match="Another process"):
+        one.save()
+    assert_holds(load(path, device=None), 70)
+    for buffer in (one, other, third):
+        buffer.close()
+
+
+def test_closing(tmp_path):
+    buffer = made(60, path=tmp_path / "a.replay")
+    buffer.save()
+    buffer.close(), buffer.close()
+    for use in (lambda: buffer.get([0]), buffer.save):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+    with made(5) as memory:
+        pass
+    assert_holds(memory, 5)
+    with pytest.raises(ValueError, match="Expected a path"):
+        memory.save()
+
+
+def test_a_buffer_with_a_file_cannot_be_copied(tmp_path):
+    with made(60, path=tmp_path / "a.replay") as buffer:
+        for copied in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match="load the file"):
+                copied(buffer)
+        assert_holds(buffer, 60)
+
+
+def test_a_copy_of_a_saved_buffer_saves_all(tmp_path):
+    path = tmp_path / "a.replay"
+    buffer = made(60)
+    buffer.save(path)
+    copied = pickle.loads(pickle.dumps(buffer))
+    feed(copied, range(60, 65)).save(path)
+    assert_equal(load(path, device=None), copied)
+    feed(buffer, range(60, 90)).save(path)
+    assert_equal(load(path, device=None), buffer)
+
+
+def test_targets_that_are_not_overwritten(tmp_path):
+    text, database, empty = (tmp_path / name for name in ("text", "database", "empty"))
+    text.write_text("somebody's thesis" * 500)
+    with sqlite3.connect(database) as connection:
+        connection.execute("CREATE TABLE blobs (a)")
+    connection.close()
+    newer = tmp_path / "newer"
+    made(5).save(newer)
+    with sqlite3.connect(newer) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    for path, error in ((text, CorruptDataError), (database, FileExistsError), (newer, CorruptDataError)):
+        before = path.read_bytes()
+        with pytest.raises((error, FileExistsError)):
+            made(5).save(path)
+        assert path.read_bytes() == before
+        assert [p for p in tmp_path.iterdir() if p.name.startswith(f"{path.name}-")] == []
+    with pytest.raises(IsADirectoryError):
+        made(5).save(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        made(5).save(tmp_path / "no" / "a.replay")
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "none")
+    empty.touch()
+    with pytest.raises(FileExistsError, match="already"):
+        made(5, path=empty)
+    made(5).save(empty)
+    assert_holds(load(empty, device=None), 5)
+    with pytest.raises(FileExistsError, match="lazy=True"):
+        made(5, path=empty)
+
+
+CRASH = """
+import os, sys
+import gym_compress.replay.reading as reading
+from tests.replays import feed, load_or_make
+path, kind, statements = sys.argv[1], sys.argv[2], int(sys.argv[3])
+buffer = load_or_make(path, kind)
+execute, done = reading.FileReader._execute, 0
+def counted(self, *args):
+    global done
+    done += 1
+    if done > statements:
+        os._exit(9)
+    return execute(self, *args)
+reading.FileReader._execute = counted
+feed(buffer, range(buffer.size(), buffer.size() + 80))
+buffer.save(path if kind == "memory" else None)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_process_that_dies_at_any_statement_leaves_a_whole_checkpoint(tmp_path, kind):
+    path = tmp_path / "a.replay"
+    size, dead = 0, 0
+    for statements in [*range(0, 40, 5), 60, 10_000, 7, 9, 15, 22, 28, 34, 45, 10_000]:
+        done = subprocess.run([sys.executable, "-c", CRASH, str(path), kind, str(statements)], check=False)
+        assert done.returncode in (0, 9)
+        dead += done.returncode == 9
+        try:
+            loaded = load(path, device=None)
+        except (CorruptDataError, FileNotFoundError):
+            assert (size, done.returncode) == (0, 9)
+            continue
+        assert loaded.size() - size in ((0, 80) if done.returncode else (80,))  # it may die after its commit
+        size = loaded.size()
+        assert_equal(loaded, made(size, rows=2000, n_envs=1, space=STACKS))
+    assert dead > 8
+    assert size >= 160
+
+
+FORK = """
+import os, sys
+from gym_compress.errors import GymCompressError
+from tests.replays import assert_same, everything, feed, load_or_make
+buffer = load_or_make(sys.argv[1], "file")
+feed(buffer, range(900))
+buffer.save()
+want = everything(buffer)
+pid = os.fork()
+if not pid:
+    code = 1
+    try:
+        assert_same(everything(buffer), want)
+        try:
+            buffer.save()
+        except GymCompressError as error:
+            assert "forked" in str(error)
+            code = 0
+    finally:
+        os._exit(code)
+assert os.waitpid(pid, 0)[1] == 0
+assert_same(everything(buffer), want)
+feed(buffer, range(900, 950))
+buffer.save()
+"""
+
+
+def test_a_forked_process_reads_and_does_not_write(tmp_path):
+    path = tmp_path / "a.replay"
+    subprocess.run([sys.executable, "-c", FORK, str(path)], check=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.replay"]
+    assert_equal(load(path, device=None), made(950, rows=2000, n_envs=1, space=STACKS))
+
+
+DISK = """
+import resource, signal, sys
+from pathlib import Path
+from gym_compress import CompressedReplayBuffer
+from tests.replays import STACKS, assert_equal, feed, made
+path, kind = Path(sys.argv[1]), sys.argv[2]
+kwargs = dict(rows=4000, n_envs=1, space=STACKS)
+buffer = made(1000, **kwargs, path=path if kind == "file" else None)
+buffer.save(path)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+size = path.stat().st_size
+step, saved, refused = 1000, 1000, 0
+for limit in (size // 2, size + 50_000, size + 300_000):
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        for _ in range(800):
+            feed(buffer, range(step, step + 1))
+            step += 1
+        buffer.save(path)
+        saved = step
+    except OSError:
+        refused += 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert_equal(CompressedReplayBuffer.load(path, device=None), made(saved, **kwargs))
+    assert_equal(buffer, made(step, **kwargs))
+assert refused >= 2, refused
+feed(buffer, range(step, step + 100))
+buffer.save(path)
+assert_equal(CompressedReplayBuffer.load(path, device=None), made(step + 100, **kwargs))
+"""
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_full_disk_leaves_file_and_buffer_as_they_were(tmp_path, kind):
+    subprocess.run([sys.executable, "-c", DISK, str(tmp_path / "a.replay"), kind], check=True)
+
+
+def test_what_a_file_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
+    path = tmp_path / "a.replay"
+    long = spaces.Box(0, 1, (40, 40), np.longdouble)
+    huge = spaces.Box(0, 255, (6000, 6000), np.uint8)
+    with pytest.raises(TypeError, match="dtype"):
+        CompressedReplayBuffer(10, long, ACTIONS, None).save(path)
+    with pytest.raises(ValueError, match="at most"):
+        CompressedReplayBuffer(10, huge, ACTIONS, None).save(path)
+    with pytest.raises(ValueError, match="at most"):
+        CompressedReplayBuffer(10, huge, ACTIONS, None, path=path)
+    with pytest.raises(ValueError, match="frames a chunk"):
+        CompressedReplayBuffer(10, STACKS, ACTIONS, None, frames_per_chunk=10**6).save(path)
+    buffer = made(5, seed=np.random.Generator(np.random.MT19937(1)))
+    with pytest.raises(TypeError, match="PCG64"):
+        buffer.save(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nested_spaces_and_rare_kinds(tmp_path):
+    space = spaces.Dict(
+        b=spaces.Tuple(
+            [spaces.Box(0, 255, (3, 20, 20), np.uint8), spaces.Discrete(4), spaces.MultiBinary(3)]
+        ),
+        a=spaces.Box(-1, 1, (40, 40), np.float64),
+        empty=spaces.Box(0, 1, (0, 3)),
+    )
+    buffer = CompressedReplayBuffer(30, space, spaces.MultiDiscrete([3, 4]), None, seed=1)
+    seen = play(AnyEnv(space), 45)
+    for i, (obs, following) in enumerate(zip(seen, seen[1:], strict=False)):
+        buffer.add([obs], [following], [[i % 3, i % 4]], [i], [i % 9 == 8], {})
+    buffer.save(tmp_path / "a.replay")
+    for lazy in (False, True):
+        with load(tmp_path / "a.replay", device=None, lazy=lazy) as loaded:
+            assert loaded.observation_space == space
+            assert_same(everything(loaded), everything(buffer))
+
+
+def test_ends_of_sequences_are_found_out_where_a_file_lacks_them(tmp_path):
+    buffer = made(55)
+    buffer.add(
+        *[{k: v.copy() for k, v in part.items()} if isinstance(part, dict) else part for part in _strange()]
+    )
+    feed(buffer, range(56, 60))
+    buffer.save(tmp_path / "a.replay")
+    from tests.replays import forge
+
+    forge(
+        tmp_path / "a.replay", lambda told, arrays, database: (told["arrays"].pop("ends"), arrays.pop("ends"))
+    )
+    assert_same(load(tmp_path / "a.replay", device=None)._ends, buffer._ends)
+
+
+def _strange():
+    """A step that does not follow the one before."""
+    from tests.replays import transition
+
+    return transition(1000, 2)
+
+
+def test_golden_file_of_version_1():
+    """Made when version 1 of the format was new, by ``made(95).save(path)`` after one ``sample(5)``."""
+    path = Path(__file__).parent / "data" / "version-1.replay"
+    for lazy in (False, True):
+        with load(path, device=None, lazy=lazy) as buffer:
+            assert_holds(buffer, 95)
+            generator = np.random.default_rng(3)
+            generator.integers(40, size=5), generator.integers(2, size=5)
+            rows, envs = generator.integers(40, size=9), generator.integers(2, size=9)
+            steps = np.where(rows < 15, rows + 80, rows + 40)
+            assert_same(buffer.sample(9).rewards[:, 0], (steps + envs / 4).astype(np.float32))
