@@ -100,7 +100,7 @@ def _from_fields(obs: Any, next_obs: Any, fields: dict[str, NDArray[Any]]) -> _T
     space = (
         spaces.Dict({key: _box(leaf) for key, leaf in obs.items()}) if isinstance(obs, dict) else _box(obs)
     )
-    arguments = {"buffer_size": rows * n_envs, "n_envs": n_envs}
+    arguments: dict[str, Any] = {"buffer_size": max(rows, 1) * n_envs, "n_envs": n_envs}
     arguments |= {"observation_space": space, "action_space": actions}
     return _Transitions(obs, next_obs, fields, np.arange(rows), 0, arguments)
 
@@ -138,7 +138,8 @@ def from_pickle(path: Path, out: Path, advance: Advance) -> None:
     except ImportError:
         raise GymCompressError('SB3\'s pickles need SB3: pip install "gym-compress[sb3]"') from None
     try:
-        buffer: Any = load_from_pkl(path)
+        with path.open("rb") as file:
+            buffer: Any = load_from_pkl(file)
     except OSError:
         raise
     except Exception as error:
@@ -153,12 +154,10 @@ def from_pickle(path: Path, out: Path, advance: Advance) -> None:
     rows, first = buffer.size(), buffer.pos if buffer.full else 0
     order = (first + np.arange(rows)) % buffer.buffer_size
     obs, following = buffer.observations, getattr(buffer, "next_observations", None)
-    if following is None:  # with optimize_memory_usage they stand a row further, the oldest row overwritten
-        order, first = (
-            order[1:] if buffer.full else order,
-            (first + 1) % buffer.buffer_size if buffer.full else 0,
-        )
+    if following is None:  # with optimize_memory_usage they stand a row further, and the oldest row is gone
         following = np.roll(obs, -1, axis=0)
+        if buffer.full:
+            order, first = order[1:], 0
     arguments = {
         "buffer_size": buffer.buffer_size * buffer.n_envs,
         "n_envs": buffer.n_envs,

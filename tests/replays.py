@@ -6,6 +6,7 @@ import hashlib
 import json
 import sqlite3
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,8 @@ def forge(path: Path, change: Any) -> None:
     database.execute("UPDATE settings SET checksum = ?, data = ?", [checksum, data])
     total = checksum
     for row in database.execute("SELECT id, checksum, stream, first, nbytes, codec FROM chunks"):
-        total += digest(struct.pack("<qqqqq", *row[:5]) + row[5].encode())
+        with suppress(struct.error, AttributeError):  # what is no integer or text has no hash
+            total += digest(struct.pack("<qqqqq", *row[:5]) + row[5].encode())
     database.execute("UPDATE checkpoint SET digest = ?", [(total + 2**63) % 2**64 - 2**63])
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     database.close()

@@ -55,9 +55,12 @@ def test_a_loaded_buffer_is_what_was_saved_and_goes_on_as_it_would_have(tmp_path
 
 
 def test_settings_survive(tmp_path):
-    arguments = dict(
-        optimize_memory_usage=True, handle_timeout_termination=False, stack_size=2, stack_axis=-1
-    )
+    arguments = {
+        "optimize_memory_usage": True,
+        "handle_timeout_termination": False,
+        "stack_size": 2,
+        "stack_axis": -1,
+    }
     buffer = CompressedReplayBuffer(
         30,
         spaces.Box(-1, 1, (20, 18, 4)),
@@ -85,7 +88,7 @@ def test_any_order_of_adds_saves_loads_and_resets(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("any")
     paths = [folder / "a.replay", folder / "b.replay"]
     rows, n_envs = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 2))
-    kwargs = dict(rows=rows, n_envs=n_envs, frames_per_chunk=data.draw(st.integers(1, 6)))
+    kwargs = {"rows": rows, "n_envs": n_envs, "frames_per_chunk": data.draw(st.integers(1, 6))}
     kwargs["codec"] = data.draw(st.sampled_from(["auto", "zstd:1", "none"]))
     kwargs["path"] = data.draw(st.sampled_from([None, folder / "own.replay"]))
     want, buffer = made(0, **kwargs | {"path": None}), made(0, **kwargs)
@@ -235,7 +238,7 @@ def test_what_was_written_ahead_of_a_checkpoint_does_not_count(tmp_path):
     with made(300, rows=200, space=STACKS, path=path) as buffer:
         buffer.save()
         feed(buffer, range(300, 1500))
-    chunks, blobs = ids(path)
+    _chunks, blobs = ids(path)
     assert_equal(load(path, device=None), made(300, rows=200, space=STACKS))
     with load(path, device=None, lazy=True) as lazy:
         feed(lazy, range(300, 1500))

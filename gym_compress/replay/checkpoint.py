@@ -196,7 +196,8 @@ class SavedBuffer:
             for env, stream in enumerate(store.streams):
                 number = next(numbers)
                 own = order[ends[number] : ends[number + 1]]
-                runs, odd = map(np.concatenate, zip(store.references(env), twin.references(env), strict=True))
+                references = (kept.references(self._filled(), env) for kept in (store, twin))
+                runs, odd = map(np.concatenate, zip(*references, strict=True))
                 stream.restore([chunks[i] for i in own], table.ids[own], table.firsts[own], runs, odd)
 
     def _filled(self) -> int:

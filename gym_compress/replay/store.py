@@ -107,7 +107,7 @@ class ObservationStore:
     def twin(self) -> ObservationStore:
         """An empty store that shares this one's chunks: for the next observations."""
         twin = copy.copy(self)
-        twin._references = np.zeros_like(self._references)
+        twin._references = np.zeros(self._references.shape, self._references.dtype)
         twin._odd = {}
         twin._is_twin = True
         return twin
@@ -232,9 +232,9 @@ class ObservationStore:
         self._references[: len(references)] = references
         self._odd = dict(zip((_ODD - places).tolist(), map(tuple, odd.tolist()), strict=True))
 
-    def references(self, env: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """All references of an environment: ``(n,)`` single numbers, and ``(m, slices)`` others."""
-        references = self._references[:, env].astype(np.int64)
+    def references(self, rows: int, env: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """References of an environment in the first rows: ``(n,)`` single numbers, ``(m, slices)`` others."""
+        references = self._references[:rows, env].astype(np.int64)
         odd = [self._odd[reference] for reference in references[references < 0].tolist()]
         return references[references > 0], np.array(odd, np.int64).reshape(len(odd), self.slices)
 
@@ -380,4 +380,5 @@ def write_row(store: Any, row: int, batch: Any) -> None:
 
 def make_twin(store: Any) -> Any:
     """What keeps the next observations of a leaf beside its observations."""
-    return store.twin() if isinstance(store, ObservationStore) else np.zeros_like(store)
+    # np.zeros takes memory as it is written to, np.zeros_like at once
+    return store.twin() if isinstance(store, ObservationStore) else np.zeros(store.shape, store.dtype)
