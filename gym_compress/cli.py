@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from gym_compress.codec import resolve_codec, resolve_frames_per_chunk
 from gym_compress.compare import (
@@ -136,9 +137,9 @@ def _progress(description: str) -> Iterator[Callable[[int, int], None]]:
 def _inspect(args: argparse.Namespace) -> int:
     if args.frames and importlib.util.find_spec("matplotlib") is None:
         raise GymCompressError('--frames needs matplotlib: pip install "gym-compress[plot]"')
-    table = Table(title=str(args.file), box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table = Table(title=Text(str(args.file)), box=box.SIMPLE_HEAD, pad_edge=False, show_header=False)
     for heading, value in summary(args.file).items():
-        table.add_row(heading, value)
+        table.add_row(heading, Text(value))
     console = Console()
     if not console.is_terminal:
         console.width = 160  # nothing is cut off in a file

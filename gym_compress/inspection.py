@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gym_compress.codec import decode
 from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.replay.buffer import CompressedReplayBuffer
+from gym_compress.replay.format import refusing
 from gym_compress.replay.reading import FileReader
 from gym_compress.tree import map_leaves
 
@@ -40,16 +41,15 @@ def summary(path: Path) -> dict[str, str]:
         spaces = (buffer.observation_space, buffer.action_space)
     size = path.stat().st_size
     codecs = Counter(map(str, table.codecs))
-    compression = ", ".join(f"{name}={value!r}" for name, value in told["compression"].items())
     return {
-        "saved by": told["class"],
+        "saved by": _line(told.get("class")),
         "transitions": f"{rows:,} of {capacity:,}, next row {told['pos']:,}",
         "environments": f"{told['n_envs']:,}",
         "observations": _line(spaces[0]),
         "actions": _line(spaces[1]),
         "chunks": f"{len(table.ids):,}, "
         + ", ".join(f"{n:,} by {codec}" for codec, n in codecs.most_common()),
-        "compression": compression,
+        "compression": ", ".join(f"{name}={value!r}" for name, value in buffer._compression.items()),
         "in arrays": f"{raw:,.0f} bytes",
         "file": f"{size:,} bytes, {size / max(rows, 1):,.0f} a transition",
         "ratio": f"{raw / size:,.1f}x",
@@ -100,12 +100,16 @@ def _faults(path: Path, advance: Callable[[int, int], object]) -> Iterator[str]:
                 yield str(error)
             except RuntimeError as error:
                 yield f"Blob {chunk.id} of {path} cannot be decoded: {error}"
-        for name, array in told["arrays"].items():
-            for id_, expected in array["blocks"]:
-                try:
+        with refusing(f"The settings of {path} are not valid"):
+            blocks = [
+                (_line(name), *block) for name, told in told["arrays"].items() for block in told["blocks"]
+            ]
+        for name, id_, expected in blocks:
+            try:
+                with refusing(f"Block {id_!r} is none"):
                     file.blob(id_, expected)
-                except CorruptDataError as error:
-                    yield f"{name}: {error}"
+            except CorruptDataError as error:
+                yield f"{name}: {error}"
     except CorruptDataError as error:
         yield str(error)
     finally:
@@ -157,4 +161,5 @@ def _newest(observation: NDArray[Any]) -> NDArray[Any]:
 
 
 def _line(value: object) -> str:
-    return " ".join(str(value).split())
+    """What a stranger may have put into a file, as a line that a terminal can show."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(str(value).split()))

@@ -307,7 +307,7 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
     def _check(cls, told: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
         super()._check(told, space, device)
         if "current_ep_start" not in told:
-            raise ValueError(f"{cls.__name__} needs episodes, which {told['class']} has not saved")
+            raise ValueError(f"{cls.__name__} needs episodes, which the buffer that was saved had none of")
 
     @classmethod
     def _made(cls, told: dict[str, Any], arguments: dict[str, Any]) -> Self:

@@ -20,6 +20,7 @@ from gym_compress.cli import main
 from gym_compress.inspection import _newest
 from tests.envs import assert_same
 from tests.replays import ACTIONS, STACKS, assert_holds, everything, feed, forge, made
+from tests.test_file import ATTACKS
 from tests.test_sb3 import DICT, DISCRETE, Transitions, assert_equal_batches
 
 load = CompressedReplayBuffer.load
@@ -96,6 +97,22 @@ def test_verify(path, capsys):
     assert [("Blob" in line, str(path) in line) for line in lines] == [(True, True)] * 3
     assert lines[2].startswith("rewards: ")
     assert "missing" in lines[2]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_commands_over_files_of_somebody_with_bad_intent(path, capsys, attack):
+    forge(path, ATTACKS[attack])
+    assert run("verify", path) == 1
+    assert capsys.readouterr().out
+    assert run("inspect", path) in (0, 2)
+
+
+def test_what_a_stranger_wrote_reaches_no_terminal(path, capsys):
+    forge(path, lambda told, arrays, database: told.update({"class": "[/b] \x1b[31mred\n[bold]", "no": None}))
+    assert run("inspect", path) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "[/b] ?[31mred [bold]" in out
 
 
 def test_verify_finds_parts_that_do_not_fit_together(path, capsys):
