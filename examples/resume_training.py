@@ -3,8 +3,11 @@
     python examples/resume_training.py --folder pong --steps 200000
 
 Needs the extras ``atari`` and ``sb3``. Stop it as you like, with Ctrl+C or ``kill -9``, and give the same
-command again: it loads the newest model and the replay memory of its last checkpoint, and trains the steps
-that are left. ``--demo`` shows it in a minute: it trains in another process, kills that, and goes on.
+command again: it loads the newest model and the replay memory, and trains the steps that are left. To see
+that in a minute, training in another process that is killed after its first checkpoint:
+
+    python examples/resume_training.py --folder demo --steps 3000 --save-freq 1000 --learning-starts 500
+    --demo
 """
 
 import argparse
@@ -32,43 +35,44 @@ def make_env(env_id: str) -> gym.Env:
     return Monitor(FrameStackObservation(env, 4))
 
 
-def newest_model(folder: Path, env: gym.Env) -> DQN | None:
-    """The newest model that is whole, with the replay memory; None if there is none yet."""
-    steps = {path: re.search(r"_(\d+)_steps", path.name) for path in folder.glob(f"{PREFIX}_*_steps.zip")}
-    for path in sorted(steps, key=lambda path: int(steps[path][1]), reverse=True):
-        try:
-            model = DQN.load(path, env=env)
-        except ValueError as error:  # the process was killed while SB3 wrote it
-            print(f"{path.name} is not whole, looking for the one before: {error}")
-            continue
-        model.replay_buffer = CompressedReplayBuffer.load(folder / f"{PREFIX}.replay", device=model.device)
-        memory = model.replay_buffer
-        print(f"going on from {path.name} with {memory.size():,} transitions, {memory.cbytes / 1e6:.1f} MB")
-        return model
-    return None
+def models(folder: Path) -> dict[int, Path]:
+    """The models in a folder, by the number of steps that they were trained."""
+    found = {path: re.fullmatch(rf"{PREFIX}_(\d+)_steps\.zip", path.name) for path in folder.glob("*.zip")}
+    return {int(match[1]): path for path, match in found.items() if match}
 
 
 def train(args: argparse.Namespace) -> None:
     """Trains the steps that are left, with a checkpoint now and then."""
     env = make_env(args.env_id)
-    model = newest_model(args.folder, env) or DQN(
-        "CnnPolicy",
-        env,
-        buffer_size=args.buffer_size,
-        replay_buffer_class=CompressedReplayBuffer,
-        learning_starts=args.learning_starts,
-        learning_rate=1e-4,
-        batch_size=32,
-        train_freq=4,
-        target_update_interval=1_000,
-        seed=args.seed,
-        verbose=1,
-    )
-    callback = CheckpointReplayCallback(args.save_freq, str(args.folder), name_prefix=PREFIX, verbose=2)
+    callback = CheckpointReplayCallback(args.save_freq, str(args.folder), PREFIX, verbose=2)
+    saved = models(args.folder)
+    if saved:
+        model = DQN.load(saved[max(saved)], env=env)
+        model.replay_buffer = CompressedReplayBuffer.load(callback.replay_path, device=model.device)
+        print(f"going on from {saved[max(saved)].name} with {model.replay_buffer.size():,} transitions")
+    else:
+        print(f"no model in {args.folder}: starting from the beginning")
+        model = DQN(
+            "CnnPolicy",
+            env,
+            buffer_size=args.buffer_size,
+            replay_buffer_class=CompressedReplayBuffer,
+            learning_starts=args.learning_starts,
+            learning_rate=1e-4,
+            batch_size=32,
+            train_freq=4,
+            target_update_interval=1_000,
+            seed=args.seed,
+            verbose=1,
+        )
     left = args.steps - model.num_timesteps
     if left > 0:
         model.learn(left, callback=callback, reset_num_timesteps=False)
-    print(f"trained {model.num_timesteps:,} steps; {model.replay_buffer.size():,} transitions in memory")
+        model.replay_buffer.save(callback.replay_path)
+        model.save(args.folder / f"{PREFIX}_{model.num_timesteps}_steps.zip")
+    memory = model.replay_buffer
+    taken = f"{memory.size():,} transitions take {memory.cbytes / 1e6:.1f} MB"
+    print(f"trained {model.num_timesteps:,} steps; {taken}")
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -83,8 +87,9 @@ def demo(args: argparse.Namespace) -> None:
         str(args.buffer_size),
     ]
     command += ["--learning-starts", str(args.learning_starts), "--seed", str(args.seed)]
+    before = models(args.folder)
     child = subprocess.Popen(command)
-    while child.poll() is None and not list(args.folder.glob(f"{PREFIX}_*_steps.zip")):
+    while child.poll() is None and models(args.folder).keys() == before.keys():
         time.sleep(0.1)
     child.send_signal(signal.SIGKILL)
     child.wait()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from rich import box
 from rich.console import Console
@@ -52,8 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except (GymCompressError, OSError) as error:
-        print(f"gym-compress: {error}", file=sys.stderr)  # noqa: T201
+        _say(f"gym-compress: {error}", sys.stderr)
         return 2
+
+
+def _say(text: str, stream: TextIO) -> None:
+    """Prints a line, in which there may be a name that is no UTF-8."""
+    print(text.encode(errors="replace").decode(), file=stream)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,10 +113,12 @@ def _parser() -> argparse.ArgumentParser:
         "convert",
         help="make a replay file of arrays or of SB3's pickle, or arrays of a replay file",
         description="Makes a replay file of a .npy or .npz file or of a pickle (.pkl) that SB3's "
-        "save_replay_buffer wrote, or an .npz file of a replay file. A file of one array is taken for frames "
+        "save_replay_buffer wrote, or an .npz file of a replay file. One array in a file is taken for frames "
         "that follow each other, with actions, rewards and dones of zero; one with several for what this "
         "command writes: observations, next_observations, actions, rewards, dones and timeouts, each "
-        "(rows, environments, ...), the oldest first. OUT must not be there.",
+        "(rows, environments, ...), the oldest first. Their spaces are then all values of their dtypes; "
+        "integer actions have as many as the largest says. The memory is as large as what is in it. OUT must "
+        "not be there.",
     )
     sub.add_argument("source", type=Path, metavar="IN", help="a file .npy, .npz, .pkl, or a replay file")
     sub.add_argument("out", type=Path, metavar="OUT", help="a replay file, or a file .npz")
@@ -154,9 +162,9 @@ def _verify(args: argparse.Namespace) -> int:
     with _progress(f"reading {args.file}") as advance:
         for fault in faults(args.file, advance):
             found += 1
-            print(fault)  # noqa: T201
+            _say(fault, sys.stdout)
     if not found:
-        print(f"{args.file} is whole")  # noqa: T201
+        _say(f"{args.file} is whole", sys.stdout)
     return int(found > 0)
 
 
@@ -180,7 +188,7 @@ def _convert(args: argparse.Namespace) -> int:
             f"Expected an IN that is .npy, .npz or .pkl, or an OUT that is .npz, got {args.out}"
         )
     if convert is not to_npz and args.out.suffix.lower() in (".npy", ".npz", ".pkl", ".pickle"):
-        raise GymCompressError(f"{args.out} would be a replay file, which no one expects under this name")
+        raise GymCompressError(f"Expected a name for a replay file, such as memory.replay, got {args.out}")
     with _progress(f"converting {args.source}") as advance:
         convert(args.source, args.out, advance)
     return 0

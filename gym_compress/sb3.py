@@ -6,6 +6,8 @@ Hand them to an algorithm as ``replay_buffer_class=`` or ``rollout_buffer_class=
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,8 +20,10 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.utils import get_device
 from stable_baselines3.common.vec_env import VecNormalize
 from stable_baselines3.her import HerReplayBuffer
+from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY
 
 from gym_compress.codec import Codec
+from gym_compress.errors import CorruptDataError
 from gym_compress.replay.checkpoint import COMPRESSION, SavedBuffer
 from gym_compress.replay.store import (
     ObservationStore,
@@ -133,11 +137,34 @@ class _CompressedReplay(_Compressed, SavedBuffer, buffers.ReplayBuffer):
         self.full |= self.pos == 0
 
     @classmethod
-    def _check(cls, told: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+    def _check(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
         get_device(device)
         expects_dict = issubclass(cls, buffers.DictReplayBuffer)
-        if isinstance(space, spaces.Tuple) or expects_dict != isinstance(space, spaces.Dict):
+        leaves = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
+        nested = any(isinstance(leaf, (spaces.Dict, spaces.Tuple)) for leaf in leaves)
+        if (
+            expects_dict != isinstance(space, spaces.Dict)
+            or (expects_dict and nested)
+            or (nested and len(leaves) == 1)
+        ):
             raise ValueError(f"{cls.__name__} cannot hold what was saved, observations of {space}")
+
+    @classmethod
+    def _made(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        if cls is not CompressedReplayBuffer:  # which alone has two ways to draw rows
+            arguments = {**arguments, "optimize_memory_usage": False}
+        return super()._made(settings, arguments)
+
+    def reset(self) -> None:
+        """Empties the buffer."""
+
+        def clear(store: Any) -> None:
+            if isinstance(store, ObservationStore):
+                store.clear()
+
+        map_leaves(clear, self.observations)
+        map_leaves(clear, self.next_observations)
+        super().reset()
 
     def _fitted(self, obs: Any, next_obs: Any, *rest: Any) -> Any:
         """A transition as it can be written; an error if it cannot."""
@@ -227,7 +254,14 @@ class CompressedNStepReplayBuffer(_CompressedReplay, buffers.NStepReplayBuffer):
     replay file has both if this class saved it; loaded from another's, they are SB3's defaults, 3 and 0.99.
     """
 
-    _further = ("n_steps", "gamma")
+    _further = {"n_steps": int, "gamma": float}
+
+    @classmethod
+    def _made(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        buffer = super()._made(settings, arguments)
+        if not (0 < buffer.n_steps <= max(buffer.buffer_size, 3) and 0 <= buffer.gamma <= 1):
+            raise CorruptDataError(f"n_steps is {buffer.n_steps}, and gamma {buffer.gamma}")
+        return buffer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -281,10 +315,11 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
     """SB3's ``HerReplayBuffer``; the images among the observations are compressed.
 
     The arguments are SB3's; how images are compressed is chosen by their size. After :meth:`load`, call
-    ``set_env(env)``, as after unpickling.
+    ``set_env(env)``, and ``truncate_last_trajectory()`` if the environment begins a new episode, as SB3's
+    ``load_replay_buffer`` does.
     """
 
-    _further = ("n_sampled_goal",)
+    _further = {"n_sampled_goal": int}
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment; see :meth:`CompressedDictReplayBuffer.add`."""
@@ -304,19 +339,28 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
         return {**super()._row_arrays(), "ep_start": self.ep_start, "ep_length": self.ep_length}
 
     @classmethod
-    def _check(cls, told: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
-        super()._check(told, space, device)
-        if "current_ep_start" not in told:
+    def _check(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+        super()._check(settings, space, device)
+        if "current_ep_start" not in settings:
             raise ValueError(f"{cls.__name__} needs episodes, which the buffer that was saved had none of")
 
     @classmethod
-    def _made(cls, told: dict[str, Any], arguments: dict[str, Any]) -> Self:
-        chosen = {name: told[name] for name in (*cls._further, "goal_selection_strategy")}
+    def _made(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        strategy = settings.get("goal_selection_strategy")
+        if strategy not in KEY_TO_GOAL_STRATEGY:
+            raise CorruptDataError(f"{strategy!r} is no strategy to select goals")
         theirs = {name: value for name, value in arguments.items() if name not in COMPRESSION}
-        return cls(env=None, **theirs, **chosen)  # type: ignore[arg-type]  # set_env sets it
+        theirs |= {"env": None, "goal_selection_strategy": strategy}
+        return super()._made(settings, theirs)
 
-    def _restore(self, told: dict[str, Any]) -> None:
-        self._current_ep_start[:] = told["current_ep_start"]
+    def _restore(self, settings: dict[str, Any]) -> None:
+        rows, starts = self.buffer_size, np.array(settings["current_ep_start"])
+        places = starts, self.ep_start
+        if starts.shape != (self.n_envs,) or any(((place < 0) | (place >= rows)).any() for place in places):
+            raise CorruptDataError("episodes begin where there is no row")
+        if ((self.ep_length < 0) | (self.ep_length > rows)).any():
+            raise CorruptDataError("episodes are longer than the buffer")
+        self._current_ep_start[:] = starts
 
 
 class CheckpointReplayCallback(CheckpointCallback):
@@ -324,8 +368,9 @@ class CheckpointReplayCallback(CheckpointCallback):
 
     Every ``save_freq`` calls of ``env.step()`` the model goes to a file of its own, as in SB3, and the replay
     buffer to ``{save_path}/{name_prefix}.replay``, of which only what changed is written. A process that is
-    killed meanwhile leaves the last whole checkpoint of the buffer. The buffer is saved before the model, so
-    what a model was trained on is there.
+    killed meanwhile leaves whole files: the last whole checkpoint of the buffer, and models that are whole,
+    since each gets its name when it is. The buffer is saved first, so it is as new as the newest model, or
+    newer. SB3 calls callbacks before it stores a step, so the newest one is not in it.
 
     Args:
         save_freq: Calls of ``env.step()`` between two checkpoints; with several environments, each call is a
@@ -344,6 +389,7 @@ class CheckpointReplayCallback(CheckpointCallback):
         save_freq: int,
         save_path: str,
         name_prefix: str = "rl_model",
+        *,
         save_vecnormalize: bool = False,
         verbose: int = 0,
     ) -> None:
@@ -362,15 +408,27 @@ class CheckpointReplayCallback(CheckpointCallback):
         if not isinstance(buffer, _CompressedReplay):
             raise TypeError(
                 "CheckpointReplayCallback needs replay_buffer_class= with a buffer of gym_compress.sb3, "
-                f"actual: {type(buffer).__name__}"
+                f"actual: {type(buffer)}"
             )
 
     def _on_step(self) -> bool:
         if self.n_calls % self.save_freq == 0:
             self.model.replay_buffer.save(self.replay_path)  # type: ignore[attr-defined]
             if self.verbose >= 2:
-                print(f"Saving replay buffer checkpoint to {self.replay_path}")  # noqa: T201
-        return super()._on_step()
+                print(f"Saving checkpoint to {self.replay_path}")  # noqa: T201
+            self._save_whole(self.model.save, self._checkpoint_path(extension="zip"))
+            env = self.model.get_vec_normalize_env()
+            if self.save_vecnormalize and env is not None:
+                self._save_whole(env.save, self._checkpoint_path("vecnormalize_", extension="pkl"))
+        return True
+
+    def _save_whole(self, save: Callable[[str], None], path: str) -> None:
+        """Saves under a name that a file gets when it is whole."""
+        part = f"{path}.part"
+        save(part)
+        os.replace(part, path)
+        if self.verbose >= 2:
+            print(f"Saving checkpoint to {path}")  # noqa: T201
 
 
 class _Asked:

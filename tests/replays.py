@@ -130,6 +130,7 @@ def forge(path: Path, change: Any) -> None:
     for name, array in arrays.items():
         if array.shape != before[name].shape or array.tobytes() != before[name].tobytes():
             write_array(database, told["arrays"][name], array)
+            told["next_id"] = database.execute("SELECT max(id) + 1 FROM blobs").fetchone()[0]
     for id_, checksum in database.execute("SELECT id, checksum FROM chunks").fetchall():
         row = database.execute("SELECT data FROM blobs WHERE id = ?", [id_]).fetchone()
         if row is not None and isinstance(row[0], bytes):

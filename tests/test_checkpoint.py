@@ -2,9 +2,11 @@
 
 import copy
 import pickle
+import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gym_compress import CompressedFrameStack, CompressedReplayBuffer, CompressObservation, CorruptDataError
+from gym_compress.chunk import Chunk
 from gym_compress.errors import GymCompressError
 from tests.envs import AnyEnv, MovingSquare, assert_same, play
 from tests.replays import ACTIONS, MIXED, STACKS, assert_equal, assert_holds, everything, feed, made
@@ -122,6 +125,7 @@ def test_a_later_save_writes_what_changed_and_uses_space_again(tmp_path):
     buffer = made(400, rows=400, space=STACKS)
     buffer.save(path)
     chunks, _ = ids(path)
+    highest = max(chunks)
     size = path.stat().st_size
     for start in range(400, 800, 20):
         feed(buffer, range(start, start + 20))
@@ -129,7 +133,8 @@ def test_a_later_save_writes_what_changed_and_uses_space_again(tmp_path):
         before, (chunks, _) = chunks, ids(path)
         kept = len(before & chunks)
         assert kept >= 0.85 * len(before)  # 5 % of the rows are new; references begin within chunks
-        assert not chunks - before < set(range(max(before)))  # no id is used twice
+        assert min(chunks - before) > highest  # no id is used twice
+        highest = max(chunks)
     assert path.stat().st_size <= 1.3 * size
     chunks, blobs = ids(path)
     array_blocks = blobs - chunks
@@ -233,17 +238,23 @@ def test_chunks_are_in_the_file_from_the_start(tmp_path):
     assert_equal(load(path, device=None), memory)
 
 
-def test_what_was_written_ahead_of_a_checkpoint_does_not_count(tmp_path):
+@pytest.mark.parametrize("kind", ["memory", "lazy"])
+def test_what_was_written_ahead_of_a_checkpoint_does_not_count(tmp_path, kind):
     path = tmp_path / "a.replay"
     with made(300, rows=200, space=STACKS, path=path) as buffer:
         buffer.save()
         feed(buffer, range(300, 1500))
     _chunks, blobs = ids(path)
     assert_equal(load(path, device=None), made(300, rows=200, space=STACKS))
-    with load(path, device=None, lazy=True) as lazy:
-        feed(lazy, range(300, 1500))
-        lazy.save()
-        assert len(ids(path)[1]) < len(blobs)
+    if kind == "memory":  # loaded, and saved to the same file
+        loaded = feed(load(path, device=None), range(300, 320))
+        loaded.save(path)
+        assert_equal(load(path, device=None), loaded)
+        feed(loaded, range(320, 1500)).save(path)
+    else:
+        with load(path, device=None, lazy=True) as loaded:
+            feed(loaded, range(300, 1500)).save()
+    assert len(ids(path)[1]) < len(blobs)
     assert_equal(load(path, device=None), made(1500, rows=200, space=STACKS))
 
 
@@ -275,8 +286,10 @@ def test_of_two_that_go_on_with_a_file_the_first_is_told(tmp_path):
         other.save()
     third = load(path, device=None, lazy=True)
     feed(third, range(60, 70)).save()
-    with pytest.raises(GymCompressError, match="Another process"):
+    with pytest.raises(GymCompressError, match="written from elsewhere"):
         one.save()
+    other.save(tmp_path / "other.replay")  # what it sees, and what it added
+    assert_equal(load(tmp_path / "other.replay", device=None), other)
     assert_holds(load(path, device=None), 70)
     for buffer in (one, other, third):
         buffer.close()
@@ -339,28 +352,40 @@ def test_targets_that_are_not_overwritten(tmp_path):
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none")
     empty.touch()
-    with pytest.raises(FileExistsError, match="already"):
-        made(5, path=empty)
-    made(5).save(empty)
+    for path in (text, database, newer):
+        with pytest.raises((FileExistsError, CorruptDataError)):
+            made(5, path=path)
+    with made(5, path=empty), pytest.raises(CorruptDataError, match="can be deleted or saved over"):
+        load(empty)
+    with made(5, path=empty) as buffer:  # nothing was saved to it
+        buffer.save()
     assert_holds(load(empty, device=None), 5)
     with pytest.raises(FileExistsError, match="lazy=True"):
         made(5, path=empty)
+    made(7).save(empty)
+    assert_holds(load(empty, device=None), 7)
 
 
 CRASH = """
-import os, sys
-import gym_compress.replay.reading as reading
+import functools, os, sqlite3, sys
 from tests.replays import feed, load_or_make
 path, kind, statements = sys.argv[1], sys.argv[2], int(sys.argv[3])
+left = 10**9
+class Dying(sqlite3.Connection):
+    def execute(self, *args):
+        self.count()
+        return super().execute(*args)
+    def executemany(self, *args):
+        self.count()
+        return super().executemany(*args)
+    def count(self):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+sqlite3.connect = functools.partial(sqlite3.connect, factory=Dying)
 buffer = load_or_make(path, kind)
-execute, done = reading.FileReader._execute, 0
-def counted(self, *args):
-    global done
-    done += 1
-    if done > statements:
-        os._exit(9)
-    return execute(self, *args)
-reading.FileReader._execute = counted
+left = statements
 feed(buffer, range(buffer.size(), buffer.size() + 80))
 buffer.save(path if kind == "memory" else None)
 os._exit(0)
@@ -387,19 +412,217 @@ def test_a_process_that_dies_at_any_statement_leaves_a_whole_checkpoint(tmp_path
     assert size >= 160
 
 
+class Interrupting(sqlite3.Connection):
+    """Raises an error before or after a statement."""
+
+    left = 10**9
+    after = False
+    error: BaseException = KeyboardInterrupt()
+
+    def _interrupted(self, call):
+        cls = Interrupting
+        cls.left -= 1
+        if cls.left == 0 and not cls.after:
+            raise cls.error
+        result = call()
+        if cls.left == 0:
+            raise cls.error
+        return result
+
+    def execute(self, *args):
+        return self._interrupted(lambda: super(Interrupting, self).execute(*args))
+
+    def executemany(self, *args):
+        return self._interrupted(lambda: super(Interrupting, self).executemany(*args))
+
+
+FULL = sqlite3.OperationalError("database or disk is full")
+FULL.sqlite_errorcode = sqlite3.SQLITE_FULL
+
+
+@pytest.mark.parametrize("kind", ["memory", "path", "lazy"])
+@pytest.mark.parametrize(
+    ("error", "after"), [(KeyboardInterrupt(), False), (KeyboardInterrupt(), True), (FULL, False)]
+)
+def test_an_error_at_any_statement_leaves_file_and_buffer_in_step(tmp_path, monkeypatch, kind, error, after):
+    """Also where wrappers still write chunks, of which a file gets a copy."""
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *args, **kwargs: connect(*args, **kwargs, factory=Interrupting)
+    )
+    monkeypatch.setattr(Interrupting, "error", error)
+    monkeypatch.setattr(Interrupting, "after", after)
+    env = CompressedFrameStack(CompressObservation(MovingSquare(), frames_per_chunk=3), 2)
+    seen = play(env, 1200)
+    arrays = [np.asarray(obs) for obs in seen]
+    path, step, errors = tmp_path / "a.replay", 0, 0
+    kwargs = {"path": path} if kind == "path" else {}
+    buffer = CompressedReplayBuffer(30, env.observation_space, ACTIONS, None, seed=1, **kwargs)
+    buffer.save(path)
+    if kind == "lazy":
+        buffer = load(path, device=None, lazy=True)
+    for statement in range(1, 60):
+        for _ in range(7):
+            buffer.add([seen[step]], [seen[step + 1]], [0], [step], [False], [{}])
+            step += 1
+        Interrupting.left = statement
+        try:
+            buffer.save(path)
+        except (KeyboardInterrupt, OSError):
+            errors += 1
+        finally:
+            Interrupting.left = 10**9
+        if statement % 3:
+            buffer.save(path)
+            assert_equal(load(path, device=None), buffer)
+        rewards = everything(buffer)[4][:, 0].astype(int)
+        assert_same(everything(buffer)[0], np.stack([arrays[i] for i in rewards]))
+    assert errors > 20
+    buffer.save(path)
+    loaded = load(path, device=None)
+    assert_equal(loaded, buffer)
+    assert loaded.size() == 30
+    buffer.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "path"])
+def test_what_an_interrupted_add_leaves_can_be_saved(tmp_path, kind):
+    """Ctrl+C at any line, then save: the file can be loaded, and holds what the buffer holds."""
+    buffer = made(
+        0, rows=60, n_envs=2, space=STACKS, path=tmp_path / "own.replay" if kind == "path" else None
+    )
+    path, interrupted = tmp_path / "a.replay", 0
+
+    def interrupting(left):
+        def trace(frame, event, arg):
+            nonlocal left
+            if "gym_compress/replay" not in frame.f_code.co_filename:
+                return None
+            left -= event == "line"
+            if left == 0:
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    for lines in range(1, 260):
+        step = 3 * lines
+        if lines % 4 == 0:
+            buffer.save(path)
+        before = sys.gettrace()
+        sys.settrace(interrupting(lines))
+        try:
+            feed(buffer, range(step, step + 1))
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(before)
+        if lines % 5 == 0:
+            buffer.save(path)
+            loaded = load(path, device=None)
+            assert_same(everything(loaded), everything(buffer))
+            loaded.save(path)
+            assert_same(everything(load(path, device=None)), everything(buffer))
+        feed(buffer, range(step + 1, step + 3))
+    assert interrupted > 150
+    buffer.close()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_rows_that_sb3_forgets_are_forgotten(tmp_path, lazy):
+    """Its reset() moves ``pos`` alone; what the rows referred to is not saved."""
+    buffer = made(30)
+    buffer.pos, buffer.full = 0, False
+    feed(buffer, range(5))
+    buffer.save(tmp_path / "a.replay")
+    with load(tmp_path / "a.replay", device=None, lazy=lazy) as loaded:
+        assert_holds(loaded, 5)
+        loaded.save(tmp_path / "a.replay")
+    assert len(ids(tmp_path / "a.replay")[0]) <= 6
+    assert_holds(load(tmp_path / "a.replay", device=None), 5)
+
+
+def test_a_chunk_that_another_thread_seals_is_saved_as_it_was_referred_to(tmp_path, monkeypatch):
+    """The thread that steps an environment is held within the sealing of a chunk, while another saves."""
+    env = CompressedFrameStack(CompressObservation(MovingSquare(), frames_per_chunk=8), 2)
+    buffer = CompressedReplayBuffer(60, env.observation_space, ACTIONS, None, seed=1)
+    seen = play(env, 6)
+    arrays = [np.asarray(obs) for obs in seen]
+    for i in range(6):
+        buffer.add([seen[i]], [seen[i + 1]], [0], [i], [False], [{}])
+    go_on, held = threading.Event(), threading.Event()
+
+    def seal(chunk, nbytes, itemsize):
+        content = chunk.content
+        if not isinstance(content, bytes):
+            chunk.content = chunk.codec.encode(content[:nbytes], itemsize)
+        if threading.current_thread() is not threading.main_thread():
+            held.set()
+            go_on.wait()
+        chunk.nbytes = nbytes
+        chunk.sealed = True
+
+    monkeypatch.setattr(Chunk, "seal", seal)
+    thread = threading.Thread(target=lambda: [env.step(0) for _ in range(30)])
+    thread.start()
+    held.wait()
+    try:
+        buffer.save(tmp_path / "a.replay")
+    finally:
+        go_on.set()
+        thread.join()
+    for _ in range(2):
+        assert_same(everything(load(tmp_path / "a.replay", device=None))[0], np.stack(arrays[:6]))
+        buffer.save(tmp_path / "a.replay")
+
+
+def test_a_file_that_is_gone_or_replaced_is_noticed(tmp_path):
+    path, other = tmp_path / "a.replay", tmp_path / "b.replay"
+    for replaced in (False, True):
+        made(30).save(other)
+        with made(5, path=path) as buffer:
+            buffer.save()
+            other.replace(path) if replaced else path.unlink()
+            feed(buffer, range(5, 9))
+            with pytest.raises(FileNotFoundError, match="save it to another path"):
+                buffer.save()
+            buffer.save(other)
+            assert_holds(load(other, device=None), 9)
+        path.unlink(missing_ok=True)
+
+
+def test_adding_after_closing_is_refused(tmp_path):
+    buffer = made(5, path=tmp_path / "a.replay")
+    buffer.close()
+    with pytest.raises(ValueError, match="closed"):
+        feed(buffer, range(5, 6))
+    assert buffer.size() == 5
+
+
 FORK = """
 import os, sys
+from gym_compress import CompressedReplayBuffer
 from gym_compress.errors import GymCompressError
 from tests.replays import assert_same, everything, feed, load_or_make
 buffer = load_or_make(sys.argv[1], "file")
 feed(buffer, range(900))
 buffer.save()
 want = everything(buffer)
+lazy = CompressedReplayBuffer.load(sys.argv[1], device=None, lazy=True)
+stale = CompressedReplayBuffer.load(sys.argv[2], device=None, lazy=True)
+feed(CompressedReplayBuffer.load(sys.argv[2], device=None), range(60, 65)).save(sys.argv[2])
 pid = os.fork()
 if not pid:
     code = 1
     try:
         assert_same(everything(buffer), want)
+        assert_same(everything(lazy), want)
+        try:
+            everything(stale)
+        except GymCompressError as error:
+            assert "load it in this process" in str(error)
+        else:
+            raise AssertionError("it cannot see what was there before")
         try:
             buffer.save()
         except GymCompressError as error:
@@ -409,15 +632,19 @@ if not pid:
         os._exit(code)
 assert os.waitpid(pid, 0)[1] == 0
 assert_same(everything(buffer), want)
+assert_same(everything(lazy), want)
+assert stale.size() == len(everything(stale)[4]) == 60
+lazy.close(), stale.close()
 feed(buffer, range(900, 950))
 buffer.save()
 """
 
 
 def test_a_forked_process_reads_and_does_not_write(tmp_path):
-    path = tmp_path / "a.replay"
-    subprocess.run([sys.executable, "-c", FORK, str(path)], check=True)
-    assert [p.name for p in tmp_path.iterdir()] == ["a.replay"]
+    path, other = tmp_path / "a.replay", tmp_path / "b.replay"
+    made(60, rows=100, n_envs=1, space=STACKS).save(other)
+    subprocess.run([sys.executable, "-c", FORK, str(path), str(other)], check=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.replay", "b.replay"]
     assert_equal(load(path, device=None), made(950, rows=2000, n_envs=1, space=STACKS))
 
 
@@ -519,9 +746,10 @@ def _strange():
     return transition(1000, 2)
 
 
-def test_golden_file_of_version_1():
+def test_golden_file_of_version_1(tmp_path):
     """Made when version 1 of the format was new, by ``made(95).save(path)`` after one ``sample(5)``."""
-    path = Path(__file__).parent / "data" / "version-1.replay"
+    path = tmp_path / "version-1.replay"
+    shutil.copy(Path(__file__).parent / "data" / path.name, path)
     for lazy in (False, True):
         with load(path, device=None, lazy=lazy) as buffer:
             assert_holds(buffer, 95)

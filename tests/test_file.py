@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from gym_compress import CompressedReplayBuffer, CorruptDataError
 from tests.envs import assert_same
-from tests.replays import STACKS, digest, everything, feed, forge, made, read_array, settings, transition
+from tests.replays import digest, everything, feed, forge, made, read_array, settings, transition
 
 load = CompressedReplayBuffer.load
 
@@ -108,6 +108,7 @@ def test_damage_gives_the_right_data_or_is_refused(path, tmp_path):
 
     # each byte of the headers of all pages, and some of the others: one bit of it, or all
     places = [page + i for page in range(0, len(whole), 16384) for i in range(0, 100 if page else 120, 3)]
+    places += range(15000, 16384, 5)  # where the first page has the tables' SQL
     for place in [*places, *rng.integers(len(whole), size=250)]:
         data = bytearray(whole)
         data[place] ^= int(rng.choice([1, 128, 255]))
@@ -144,6 +145,27 @@ def test_pages_of_an_older_checkpoint_are_noticed(path, tmp_path):
                 bad.write_bytes(whole[:start] + part + whole[start + len(part) :])
                 seen += [outcome(bad, want, lazy=False), outcome(bad, want, lazy=True)]
         assert seen.count("refused") >= 4
+
+
+def test_every_part_of_the_settings_counts(path):
+    whole = path.read_bytes()
+    database = sqlite3.connect(path)
+    (data,) = database.execute("SELECT data FROM settings").fetchone()
+    database.close()
+    assert len(data) < 4000  # in one piece
+    start = whole.index(data)
+    for place in range(start, start + len(data), 11):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CorruptDataError, match="settings"):
+            load(path, device=None)
+
+
+def test_a_huge_blob_is_not_read(path):
+    forge(path, ATTACKS["a huge blob"])
+    with pytest.raises(CorruptDataError, match="too big"):
+        load(path, device=None)
+    with load(path, device=None, lazy=True) as lazy, pytest.raises(CorruptDataError, match="too big"):
+        everything(lazy)
 
 
 def _set(*keys, value):
@@ -205,6 +227,13 @@ def _other_codec(told, arrays, database):
     database.execute("UPDATE blobs SET data = ? WHERE id = (SELECT min(id) FROM chunks)", [buffer])
 
 
+def _many_odd(told):
+    """Arrays of no blocks that would take all memory."""
+    told["observation_space"] = _box(2**14, 32)
+    told["compression"]["stack_size"] = 2**14
+    told["arrays"]["observations.0.odd"] |= {"shape": [10**5, 2**14], "blocks": []}
+
+
 ATTACKS = {
     "a capacity beyond the limit": _set("buffer_size", value=10**12),
     "many environments": _set("n_envs", value=10**6),
@@ -219,6 +248,17 @@ ATTACKS = {
     "not full": _set("full", value=False),
     "next_id of another kind": _set("next_id", value=None),
     "next_id too small": _set("next_id", value=3),
+    "next_id without a next": _set("next_id", value=2**63 - 1),
+    "keys that are no text": _set(
+        "observation_space", value={"kind": "Dict", "spaces": [[1, _box(4, 20, 18)]]}
+    ),
+    "keys that are alike": _set(
+        "observation_space", value={"kind": "Dict", "spaces": [["a", _box(4, 20, 18)], ["a", _box(3)]]}
+    ),
+    "no choices": _set(
+        "action_space", value={"kind": "MultiDiscrete", "dtype": "<i8", "nvec": [-1], "start": [0]}
+    ),
+    "no bits": _set("action_space", value={"kind": "MultiBinary", "n": 0}),
     "next_id too large for SQLite": _set("next_id", value=2**70),
     "arrays of another kind": _set("arrays", value=[]),
     "no compression": _set("compression", value={}),
@@ -240,9 +280,17 @@ ATTACKS = {
     "deep spaces": _set("observation_space", value=_nested(400)),
     "an array too few": lambda told, arrays, database: (told["arrays"].pop("rewards"), arrays.pop("rewards")),
     "an array of another dtype": _array("rewards", lambda array: array.astype(np.float64)),
+    "an array of another dtype of that size": _array("rewards", lambda array: array.astype(np.int32)),
     "an array that is shorter": _array("dones", lambda array: array[:-1]),
     "an array that is longer": _array("dones", lambda array: np.concatenate([array, array])),
     "an array with other blocks": _set("arrays", "actions", "rows", value=7),
+    "a block in two places": lambda told, arrays, database: told["arrays"]["dones"]["blocks"].__setitem__(
+        0, told["arrays"]["timeouts"]["blocks"][0]
+    ),
+    "blocks beyond the checkpoint": lambda told, arrays, database: told.update(
+        next_id=told["arrays"]["rewards"]["blocks"][0][0]
+    ),
+    "references without a limit": lambda told, arrays, database: _many_odd(told),
     "blocks that are missing": _set("arrays", "actions", "blocks", value=[]),
     "a block that is not there": _set("arrays", "actions", "blocks", value=[[9999, 0]]),
     "a block of another kind": _set("arrays", "actions", "blocks", value=[["x", None]]),
@@ -252,10 +300,6 @@ ATTACKS = {
     "a reference to evicted slices": _put("observations.0", (3, 1), 1),
     "a reference below zero": _put("next_observations.0", (3, 1), -1),
     "a reference without an end": _array("observations.0", lambda a: np.full(a.shape, 2**63 - 1, np.int64)),
-    "references to nothing": lambda told, arrays, database: [
-        arrays.update({name: np.zeros_like(arrays[name])})
-        for name in ("observations.0", "next_observations.0")
-    ],
     "a stream that is not there": _sql(
         "UPDATE chunks SET stream = 2 WHERE id = (SELECT max(id) FROM chunks)"
     ),
@@ -398,4 +442,3 @@ def test_raw_chunks_survive(tmp_path):
     for lazy in (False, True):
         with load(tmp_path / "a.replay", device=None, lazy=lazy) as loaded:
             assert_same(everything(loaded), everything(buffer))
-    assert made(3, space=STACKS).size() == 3

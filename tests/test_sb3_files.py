@@ -10,11 +10,13 @@ import pytest
 import stable_baselines3 as sb3
 from gymnasium import spaces
 from stable_baselines3.common import buffers
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 import gym_compress.sb3 as ours
 from gym_compress import CompressedReplayBuffer as Neutral
+from gym_compress import CorruptDataError
 from tests.envs import MovingSquare, assert_same
+from tests.replays import forge
 from tests.test_sb3 import (
     CASES,
     CONTINUOUS,
@@ -190,22 +192,123 @@ def test_going_on_from_a_file_trains_as_going_on_from_a_pickle(tmp_path):
 
 
 def test_the_example_goes_on_after_a_kill(tmp_path):
-    command = [sys.executable, "examples/resume_training.py", "--folder", str(tmp_path), "--steps", "500"]
+    command = [
+        sys.executable,
+        "-u",
+        "examples/resume_training.py",
+        "--folder",
+        str(tmp_path),
+        "--steps",
+        "500",
+    ]
     command += ["--save-freq", "100", "--learning-starts", "400", "--buffer-size", "300"]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for line in first.stdout:
-        if "model checkpoint" in line and "_200_" in line:
+        if "Saving checkpoint" in line and "_200_" in line:
             break
+    assert not (tmp_path / "dqn_500_steps.zip").exists()
     first.send_signal(signal.SIGKILL)
     first.wait()
     first.stdout.close()
-    newest = tmp_path / "dqn_900_steps.zip"
-    newest.write_bytes(b"half a model")
+    (tmp_path / "dqn_900_steps.zip.part").write_bytes(b"half a model")
+    (tmp_path / "dqn_x_steps.zip").write_bytes(b"something else")
     second = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "dqn_900_steps.zip is not whole" in second.stdout
     assert "going on from dqn_" in second.stdout
     assert "trained 500 steps; 300 transitions" in second.stdout
     assert (tmp_path / "dqn_500_steps.zip").exists()
-    newest.unlink()
     third = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "going on from dqn_500_steps.zip with 300 transitions" in third.stdout
+
+
+def test_a_model_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
+    """What is there while a model is being saved, and when that fails, is the last one."""
+    callback = ours.CheckpointReplayCallback(20, str(tmp_path), "x")
+    trained = model()
+    save = trained.save
+    seen = []
+
+    def watching(path):
+        save(path)
+        seen.append(sorted(p.name for p in tmp_path.glob("*.zip")))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trained, "save", watching)
+    with pytest.raises(KeyboardInterrupt):
+        trained.learn(60, callback=callback)
+    assert seen == [[], ["x_20_steps.zip"]]
+    assert sorted(p.name for p in tmp_path.glob("*.zip")) == ["x_20_steps.zip"]
+    assert load(callback.replay_path, device="cpu").size() == 39  # as new as the model, or newer
+
+
+def test_statistics_of_vec_normalize_are_saved(tmp_path):
+    env = VecNormalize(DummyVecEnv([lambda: gym.make("CartPole-v1")]))
+    trained = sb3.DQN(
+        "MlpPolicy",
+        env,
+        buffer_size=50,
+        learning_starts=10,
+        device="cpu",
+        replay_buffer_class=ours.CompressedReplayBuffer,
+    )
+    trained.learn(25, callback=ours.CheckpointReplayCallback(20, str(tmp_path), save_vecnormalize=True))
+    again = VecNormalize.load(str(tmp_path / "rl_model_vecnormalize_20_steps.pkl"), env.venv)
+    assert again.obs_rms.count < env.obs_rms.count
+
+
+def test_a_buffer_that_was_reset_is_saved_as_it_is(tmp_path):
+    transitions = Transitions(STACKS, DISCRETE, 2)
+    one = ours.CompressedReplayBuffer(60, STACKS, DISCRETE, "cpu", 2)
+    other = buffers.ReplayBuffer(60, STACKS, DISCRETE, "cpu", 2)
+    run(one, other, transitions, 25)
+    one.save(tmp_path / "a.replay")
+    one.reset(), other.reset()
+    run(one, other, transitions, 5)
+    one.save(tmp_path / "a.replay")
+    assert_equal_batches(load(tmp_path / "a.replay", device="cpu"), other)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("goal_selection_strategy", 3),
+        ("n_sampled_goal", "x"),
+        ("current_ep_start", [-(10**12), 0]),
+        ("current_ep_start", [0]),
+    ],
+)
+def test_a_hindsight_file_of_somebody_with_bad_intent(tmp_path, key, value):
+    env = DummyVecEnv([Goals] * 2)
+    buffer = ours.CompressedHerReplayBuffer(60, env.observation_space, env.action_space, env, "cpu", 2)
+    buffer.save(tmp_path / "a.replay")
+    forge(tmp_path / "a.replay", lambda told, arrays, database: told.update({key: value}))
+    with pytest.raises(CorruptDataError):
+        ours.CompressedHerReplayBuffer.load(tmp_path / "a.replay")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("n_steps", 0), ("n_steps", 10**9), ("n_steps", "x"), ("gamma", "x"), ("gamma", [1])]
+)
+def test_an_n_step_file_of_somebody_with_bad_intent(tmp_path, key, value):
+    ours.CompressedNStepReplayBuffer(60, STACKS, DISCRETE, "cpu").save(tmp_path / "a.replay")
+    forge(tmp_path / "a.replay", lambda told, arrays, database: told.update({key: value}))
+    with pytest.raises(CorruptDataError):
+        ours.CompressedNStepReplayBuffer.load(tmp_path / "a.replay")
+
+
+def test_flags_that_a_class_does_not_have_are_left_out(tmp_path):
+    for space, cls in ((DICT, ours.CompressedDictReplayBuffer), (STACKS, ours.CompressedNStepReplayBuffer)):
+        Neutral(30, space, DISCRETE, None, optimize_memory_usage=True).save(tmp_path / "a.replay")
+        assert not cls.load(tmp_path / "a.replay").optimize_memory_usage
+    Neutral(30, spaces.Dict(a=DICT), DISCRETE, None).save(tmp_path / "a.replay")
+    with pytest.raises(ValueError, match="cannot hold"):
+        ours.CompressedDictReplayBuffer.load(tmp_path / "a.replay")
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    kwargs = {"stack_size": np.int64(4), "stack_axis": np.int64(0), "frames_per_chunk": np.int64(5)}
+    buffer = ours.CompressedNStepReplayBuffer(30, STACKS, DISCRETE, "cpu", n_steps=np.int64(2), **kwargs)
+    buffer.save(tmp_path / "a.replay")
+    loaded = ours.CompressedNStepReplayBuffer.load(tmp_path / "a.replay", device="cpu")
+    assert (loaded.n_steps, loaded._compression["frames_per_chunk"]) == (2, 5)
+    Neutral(30, STACKS, DISCRETE, None, path=tmp_path / "b.replay", **kwargs).close()

@@ -82,6 +82,8 @@ def test_bounds_stand_for_all_where_all_are_alike():
 
 
 def test_what_a_file_cannot_hold():
+    with pytest.raises(TypeError, match="keys are strings"):
+        space_to_json(spaces.Dict({1: spaces.Discrete(2)}))
     for space in (
         spaces.Text(5),
         spaces.Graph(spaces.Discrete(2), None),

@@ -77,7 +77,8 @@ class CompressedReplayBuffer(SavedBuffer):
         ValueError: If ``buffer_size`` or ``n_envs`` is below 1, or an argument does not suit the observation
             space.
         TypeError: If a space is of another kind.
-        FileExistsError: If something is at ``path`` already.
+        FileExistsError: If there is a file at ``path`` already, other than a replay file without a
+            checkpoint.
         OSError: If the system refuses to make the file.
     """
 
@@ -132,7 +133,7 @@ class CompressedReplayBuffer(SavedBuffer):
         self._rng = np.random.default_rng(seed)
         self._lock = threading.Lock()
         if path is not None:
-            self._settings()  # what could not be saved is refused before the file is made
+            self._checked_settings()  # what could not be saved is refused before the file is made
             self._keep_in(ReplayFile.create(path))
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
@@ -349,18 +350,6 @@ class CompressedReplayBuffer(SavedBuffer):
             return arrays
         return ReplaySamples(*[map_leaves(self._to_torch, array) for array in arrays])
 
-    def save(self, path: str | os.PathLike[str] | None = None) -> None:  # noqa: D102
-        with self._lock:
-            super().save(path)
-
-    save.__doc__ = SavedBuffer.save.__doc__
-
-    def close(self) -> None:  # noqa: D102
-        with self._lock:
-            super().close()
-
-    close.__doc__ = SavedBuffer.close.__doc__
-
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "generator": generator_to_json(self._rng)}
 
@@ -368,13 +357,13 @@ class CompressedReplayBuffer(SavedBuffer):
         return {**super()._row_arrays(), "ends": self._ends}
 
     @classmethod
-    def _check(cls, told: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+    def _check(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
         _torch_device(device)
 
-    def _restore(self, told: dict[str, Any]) -> None:
-        if told.get("generator") is not None:  # SB3's buffers have none of their own
-            self._rng = generator_from_json(told["generator"])
-        if "ends" not in told["arrays"]:
+    def _restore(self, settings: dict[str, Any]) -> None:
+        if settings.get("generator") is not None:  # SB3's buffers have none of their own
+            self._rng = generator_from_json(settings["generator"])
+        if "ends" not in settings["arrays"]:
             self._find_ends()
 
     def _find_ends(self) -> None:

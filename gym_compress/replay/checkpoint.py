@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from array import array
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -12,36 +14,31 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from gym_compress.codec import resolve_codec, resolve_frames_per_chunk
 from gym_compress.errors import CorruptDataError
 from gym_compress.replay.file import ReplayFile
-from gym_compress.replay.format import MOST_CHUNK, Block, ChunkTable, refusing
+from gym_compress.replay.format import MOST_CHUNK, MOST_SETTINGS, Block, Checkpoint, ChunkTable, refusing
 from gym_compress.replay.settings import element_nbytes, space_from_json, space_to_json
+from gym_compress.replay.slicing import Slicing
 from gym_compress.replay.store import ObservationStore, is_image
 from gym_compress.replay.stream import Stream
+from gym_compress.replay.transitions import action_dim
+from gym_compress.replay.writing import Writer, saving_to
 from gym_compress.tree import map_leaves, map_space
 
 __all__ = ["COMPRESSION", "SavedBuffer"]
 
-# Limits of FORMAT.md: bytes of all arrays with all rows filled, and streams.
-_MOST_NBYTES = 2**36
+# Limits of FORMAT.md: bytes of all arrays with all rows filled, and of references that are no single numbers;
+# and streams.
+_MOST_NBYTES = 2**34
+_MOST_ODD = 2**30
 _MOST_STREAMS = 2**14
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 _ARRAYS = ("actions", "rewards", "dones", "timeouts")
 _FLAGS = ("optimize_memory_usage", "handle_timeout_termination")
 COMPRESSION = ("stack_size", "stack_axis", "codec", "frames_per_chunk")
-
-
-class _Known:
-    """The checkpoint that a buffer and a file have in common; a copy of the buffer has none."""
-
-    def __init__(
-        self, mark: tuple[int, int] | None = None, blocks: dict[str, list[Block]] | None = None
-    ) -> None:
-        self.mark = mark
-        self.blocks = blocks or {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Known, ()
 
 
 class SavedBuffer:
@@ -55,15 +52,17 @@ class SavedBuffer:
     full: bool
 
     _compression: dict[str, Any]  # the arguments that say how observations are compressed
-    _further: ClassVar[tuple[str, ...]] = ()  # attributes that are arguments of this class alone
+    _further: ClassVar[dict[str, type]] = {}  # attributes that are arguments of this class alone
     _derived: ClassVar[tuple[str, ...]] = ()  # arrays that a file may lack
+    _lock: Any = nullcontext()
     _file: ReplayFile | None = None  # the file in which the chunks are, if they are in one
-    _known = _Known()
+    _known = Checkpoint()  # the checkpoint that the buffer and a file have in common, if they are not
 
     def save(self, path: str | os.PathLike[str] | None = None) -> None:
         """Saves to a replay file; if that holds the checkpoint before, only what changed since.
 
-        A process that is killed meanwhile leaves the last whole checkpoint.
+        A process that is killed meanwhile leaves the last whole checkpoint. What another buffer has saved to
+        the file is replaced.
 
         Args:
             path: The file. It is made if it is not there. ``None`` for the one in which the chunks are
@@ -76,51 +75,69 @@ class SavedBuffer:
             ValueError: If there is no path and no file, or something is too large for a file.
             TypeError: If a file cannot hold a space of this kind.
         """
-        settings = self._settings()
-        _arguments(settings)  # what could not be loaded is not saved
-        if self._file is not None and (path is None or _same(path, self._file)):
-            self._known = self._save(self._file, settings)
-            return
-        if path is None:
-            raise ValueError("Expected a path: this buffer is in memory, and in no file yet")
-        file = ReplayFile.open_to_save(path)
-        try:
-            known = self._save(file, settings)
-        finally:
-            file.close()
-        if self._file is None:
-            self._known = known
+        with self._lock:
+            settings = self._checked_settings()
+            file = self._file
+            if file is not None and (path is None or _same(path, file)):
+                self._settle()
+                self._drop_evicted(file)
+                known = file.checkpoint
+                with file.saving(lambda writer: self._publish(ids)) as writer:
+                    ids = self._write(writer, settings, known)
+                return
+            if path is None:
+                raise ValueError("Expected a path, since this buffer is in memory and holds no file")
+            self._settle()
 
-    def _save(self, file: ReplayFile, settings: dict[str, Any]) -> _Known:
-        streams = self._streams()
-        for stream in streams:
+            def publish(writer: Writer) -> None:
+                if file is None:  # else this is a copy, and the buffer stays with its own file
+                    self._publish(ids)
+                    self._known = writer.checkpoint
+
+            with saving_to(path, publish) as writer:
+                known = self._known if file is None else Checkpoint()
+                if known.mark and known.mark == writer.found:
+                    writer.go_on(known)
+                    writer.delete(id_ for stream in self._streams() for id_ in stream.evicted)
+                else:
+                    writer.clear()
+                    known = Checkpoint()
+                ids = self._write(writer, settings, known)
+
+    def _checked_settings(self) -> dict[str, Any]:
+        """The settings; an error if they could not be saved, or loaded again."""
+        settings = self._settings()
+        text = json.dumps(settings, allow_nan=False)
+        if len(text) > MOST_SETTINGS // 2:
+            raise ValueError(f"The spaces are too large for a replay file, {len(text)} characters of JSON")
+        _arguments(json.loads(text))
+        return settings
+
+    def _settle(self) -> None:
+        for stream in self._streams():
             stream.settle()
-        own = file is self._file
-        if own:
-            self._drop_evicted(file)
-        known, told = _Known(), {}
-        saved: list[array[int]] = []
-        with file.saving():
-            # chunks that are in a file of their own are copied to others, whole
-            incremental = own or (self._file is None and file.mark and file.mark == self._known.mark)
-            if incremental:
-                file.drop([] if own else [id_ for stream in streams for id_ in stream.evicted])
-                file.evict()
-            else:
-                file.clear()
-            for number, stream in enumerate(streams):
-                saved.append(array("q", stream.ids))
-                for index, first, chunk in stream.unsaved(everything=not incremental):
-                    saved[-1][index] = file.put(number, first, chunk).id
-            for name, values in self._all_arrays().items():
-                before = self._known.blocks.get(name, []) if incremental else []
-                told[name], known.blocks[name] = file.put_array(values, before)
-            file.finish({**settings, "arrays": told})
-        if own or self._file is None:
-            for stream, ids in zip(streams, saved, strict=True):
-                stream.saved(ids)
-        known.mark = file.mark
-        return known
+
+    def _write(self, writer: Writer, settings: dict[str, Any], known: Checkpoint) -> list[array[int]]:
+        """Writes what a known checkpoint lacks, and returns the ids of all chunks, by stream."""
+        ids: list[array[int]] = []
+        blocks: dict[str, list[Block]] = {}
+        specs = {}
+        for number, stream in enumerate(self._streams()):
+            own = array("q", stream.ids)
+            for index, first, chunk in stream.unsaved(everything=known.mark is None):
+                own[index] = writer.put(number, first, chunk)
+            ids.append(own)
+        count = sum(len(own) - own.count(0) for own in ids)
+        writer.keep_only(lambda: {id_ for own in ids for id_ in own}, count)
+        for name, values in self._all_arrays().items():
+            specs[name], blocks[name] = writer.put_array(values, known.blocks.get(name, []))
+        writer.finish({**settings, "arrays": specs}, blocks)
+        return ids
+
+    def _publish(self, ids: list[array[int]]) -> None:
+        """Notes what a file knows the chunks by."""
+        for stream, own in zip(self._streams(), ids, strict=True):
+            stream.saved(own)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: Any = "auto", lazy: bool = False) -> Self:
@@ -144,50 +161,55 @@ class SavedBuffer:
         """
         file = ReplayFile.open(path)
         try:
-            told, table = file.read_checkpoint()
+            settings, table = file.read_checkpoint()
             with refusing(f"The settings of {file.path} are not valid"):
-                arguments = _arguments(told)
-            cls._check(told, arguments["observation_space"], device)
+                arguments = _arguments(settings)
+            cls._check(settings, arguments["observation_space"], device)
+            buffer = cls._made(settings, {**arguments, "device": device})
             with refusing(f"{file.path} is not valid"):
-                buffer = cls._made(told, {**arguments, "device": device})
-                buffer.pos, buffer.full = told["pos"], bool(told["full"])
-                buffer._known = _Known(file.mark, buffer._read_arrays(file, told["arrays"]))
+                buffer.pos, buffer.full = settings["pos"], settings["full"]
+                blocks = buffer._read_arrays(file, settings["arrays"])
                 buffer._read_chunks(file, table, lazy)
-                buffer._restore(told)
+                buffer._restore(settings)
+            checkpoint = file.checkpoint._replace(blocks=blocks)
         except BaseException:
             file.close()
             raise
         if lazy:
+            file.attach(checkpoint)
             buffer._keep_in(file)
         else:
+            buffer._known = checkpoint
             file.close()
         return buffer
 
-    def _read_arrays(self, file: ReplayFile, told: dict[str, Any]) -> dict[str, list[Block]]:
+    def _read_arrays(self, file: ReplayFile, specs: dict[str, Any]) -> dict[str, list[Block]]:
         """Reads all arrays, and returns their blocks."""
         rows, blocks = self._filled(), {}
         for name, values in self._row_arrays().items():
-            if name in told or name not in self._derived:
-                blocks[name] = file.read_array(told[name], values[:rows])
+            if name in specs or name not in self._derived:
+                file.check_array(specs[name], name, (rows, *values.shape[1:]), [values.dtype])
+                blocks[name] = file.read_array(specs[name], values[:rows])
         for name, store in self._leaves(ObservationStore):
-            parts = []
-            for part, columns in ((name, self.n_envs), (f"{name}.odd", store.slices)):
-                length, dtype = told[part]["shape"][0], told[part]["dtype"]
-                if dtype not in ("<i4", "<i8") or not 0 <= length <= rows * self.n_envs:
-                    raise CorruptDataError(f"{part} is {length} rows of {dtype}")
-                parts.append(np.empty((length, columns), dtype))
-                blocks[part] = file.read_array(told[part], parts[-1])
-            store.restore(*parts)
+            shape = rows, self.n_envs
+            references = np.empty(shape, file.check_array(specs[name], name, shape, [_INT32, _INT64]))
+            blocks[name] = file.read_array(specs[name], references)
+            name, shape = f"{name}.odd", (int((references < 0).sum()), store.slices)
+            if math.prod(shape) * 8 > _MOST_ODD:
+                raise CorruptDataError(f"{name} is of {shape}, more than {_MOST_ODD} bytes")
+            file.check_array(specs[name], name, shape, [_INT64])
+            odd = np.empty(shape, _INT64)
+            blocks[name] = file.read_array(specs[name], odd)
+            store.restore(references, odd)
+        ids = [block.id for own in blocks.values() for block in own]
+        if len(ids) > len(set(ids)):
+            raise CorruptDataError("a block is in two places")
         return blocks
 
     def _read_chunks(self, file: ReplayFile, table: ChunkTable, lazy: bool) -> None:
         streams = self._streams()
-        if len(table.ids) and not (
-            table.ids[0] > 0
-            and 0 <= table.streams.min() <= table.streams.max() < len(streams)
-            and 0 < table.nbytes.min() <= table.nbytes.max() <= MOST_CHUNK
-        ):
-            raise CorruptDataError("ids, streams or sizes of chunks are out of bounds")
+        if len(table.ids) and table.streams.max() >= len(streams):
+            raise CorruptDataError(f"there are {len(streams)} streams, and chunks of others")
         chunks = list(file.stored_chunks(table) if lazy else file.read_chunks(table))
         order = np.lexsort((table.firsts, table.streams))
         ends = np.searchsorted(table.streams[order], np.arange(len(streams) + 1))
@@ -211,8 +233,11 @@ class SavedBuffer:
             stream.keep_on(partial(file.put, number))
 
     def _make_room(self) -> None:
-        """Writes what waits for the file, if it is much. To be called before anything changes."""
-        if self._file is not None and self._file.is_crowded():
+        """Writes what waits for the file, if much does. To be called before anything changes."""
+        if self._file is None:
+            return
+        self._file.check_open()
+        if self._file.is_crowded:
             self._drop_evicted(self._file)
             self._file.flush()
 
@@ -223,8 +248,9 @@ class SavedBuffer:
 
     def close(self) -> None:
         """Closes the file in which the chunks are, if they are in one. What was not saved is lost."""
-        if self._file is not None:
-            self._file.close()
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -255,6 +281,10 @@ class SavedBuffer:
         arrays = {name: values[:rows] for name, values in self._row_arrays().items()}
         for name, store in self._leaves(ObservationStore):
             arrays[name], arrays[f"{name}.odd"] = store.state(rows)
+            if arrays[f"{name}.odd"].nbytes > _MOST_ODD:
+                raise ValueError(
+                    f"{name} has too many observations in parts for a file, {_MOST_ODD} bytes at most"
+                )
         return arrays
 
     # Subclasses add to the methods below.
@@ -271,44 +301,57 @@ class SavedBuffer:
             "action_space": space_to_json(self.action_space),
             **{name: int(getattr(self, name)) for name in ("buffer_size", "n_envs", "pos")},
             **{name: bool(getattr(self, name)) for name in ("full", *_FLAGS)},
-            **{name: getattr(self, name) for name in self._further},
-            "compression": {**self._compression, "codec": str(self._compression["codec"])},
+            **{name: kind(getattr(self, name)) for name, kind in self._further.items()},
+            "compression": {
+                name: value if value is None or isinstance(value, str) else int(value)
+                for name, value in {**self._compression, "codec": str(self._compression["codec"])}.items()
+            },
         }
 
     @classmethod
-    def _check(cls, told: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+    def _check(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
         """Raises an error if the class cannot hold what a file holds, or the device is none."""
 
     @classmethod
-    def _made(cls, told: dict[str, Any], arguments: dict[str, Any]) -> Self:
-        """An empty buffer."""
-        further = {name: told[name] for name in cls._further if name in told}
+    def _made(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        """An empty buffer, from the settings of a file and the arguments that all classes have."""
+        further = {name: settings[name] for name in cls._further if name in settings}
+        for name, value in further.items():
+            if type(value) is not cls._further[name]:
+                raise CorruptDataError(f"{name} is {value!r}, expected {cls._further[name]}")
         return cls(**arguments, **further)
 
-    def _restore(self, told: dict[str, Any]) -> None:
+    def _restore(self, settings: dict[str, Any]) -> None:
         """Restores what is no array and no chunk."""
 
 
-def _arguments(told: dict[str, Any]) -> dict[str, Any]:
+def _arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a constructor, from the settings of a file, sizes checked first.
 
     Raises:
         ValueError: If something is too large for a file, or does not fit together.
         LookupError, TypeError, AttributeError: If the settings are none.
     """
-    rows, n_envs, pos = (_integer(told[name]) for name in ("buffer_size", "n_envs", "pos"))
-    if not 0 <= pos < rows or n_envs < 1 or not isinstance(told["full"], bool):
+    rows, n_envs, pos = (_integer(settings[name]) for name in ("buffer_size", "n_envs", "pos"))
+    if not 0 <= pos < rows or n_envs < 1 or not isinstance(settings["full"], bool):
         raise ValueError(f"{pos} is no position in {rows} rows of {n_envs} environments")
     observation_space, action_space = (
-        space_from_json(told[name]) for name in ("observation_space", "action_space")
+        space_from_json(settings[name]) for name in ("observation_space", "action_space")
     )
-    streams, nbytes = 0, element_nbytes(told["action_space"]) + 17  # rewards, dones, timeouts, ends
+    action_dim(action_space)
+    compression = {name: settings["compression"][name] for name in COMPRESSION}
+    resolve_codec(compression["codec"], 0)
+    resolve_frames_per_chunk(compression["frames_per_chunk"], 0)
+    streams, nbytes = 0, element_nbytes(settings["action_space"]) + 17  # rewards, dones, timeouts, ends
 
     def leaf(space: spaces.Space[Any]) -> None:
         nonlocal streams, nbytes
-        streams += is_image(space)
-        assert space.shape is not None
-        nbytes += 16 if is_image(space) else 2 * math.prod(space.shape) * np.dtype(space.dtype).itemsize
+        if is_image(space):
+            Slicing(space.shape, space.dtype, compression["stack_size"], compression["stack_axis"])
+            streams, nbytes = streams + 1, nbytes + 16
+        else:
+            assert space.shape is not None
+            nbytes += 2 * math.prod(space.shape) * np.dtype(space.dtype).itemsize
 
     map_space(leaf, observation_space)
     if rows * n_envs * nbytes > _MOST_NBYTES or streams * n_envs > _MOST_STREAMS:
@@ -316,9 +359,8 @@ def _arguments(told: dict[str, Any]) -> dict[str, Any]:
             f"A replay file holds arrays of at most {_MOST_NBYTES} bytes and {_MOST_STREAMS} streams, "
             f"got {rows * n_envs * nbytes} and {streams * n_envs}"
         )
-    compression = {name: told["compression"][name] for name in COMPRESSION}
     frames = compression["frames_per_chunk"]
-    most = MOST_CHUNK // max(element_nbytes(told["observation_space"]), 1)
+    most = MOST_CHUNK // max(element_nbytes(settings["observation_space"]), 1)
     if frames is not None and _integer(frames) > most:
         raise ValueError(f"A replay file holds up to {most} of these frames a chunk, got {frames}")
     return {
@@ -326,7 +368,7 @@ def _arguments(told: dict[str, Any]) -> dict[str, Any]:
         "observation_space": observation_space,
         "action_space": action_space,
         "n_envs": n_envs,
-        **{name: bool(told[name]) for name in _FLAGS},
+        **{name: bool(settings[name]) for name in _FLAGS},
         **compression,
     }
 
@@ -338,4 +380,7 @@ def _integer(value: Any) -> int:
 
 
 def _same(path: str | os.PathLike[str], file: ReplayFile) -> bool:
-    return os.path.exists(path) and os.path.samefile(path, file.path)
+    try:
+        return os.path.samefile(path, file.path)
+    except OSError:  # one of them is not there
+        return os.path.realpath(path) == os.path.realpath(file.path)

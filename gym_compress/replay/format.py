@@ -6,10 +6,11 @@ import hashlib
 import os
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = [
     "APPLICATION_ID",
     "BLOCK_CODEC",
     "MOST_CHUNK",
+    "MOST_ID",
     "MOST_SETTINGS",
     "OVERHEAD",
     "PAGE",
@@ -30,14 +32,19 @@ __all__ = [
     "SQLITE_LENGTH",
     "VERSION",
     "Block",
+    "Checkpoint",
     "ChunkTable",
+    "Mark",
     "array_source",
     "block_rows",
+    "check_schema",
     "checksum",
     "codec_of",
     "connect",
     "errors_of",
     "little",
+    "read_application",
+    "read_mark",
     "refusing",
     "row_hash",
     "signed",
@@ -60,12 +67,25 @@ _BUSY = 60.0  # seconds to wait for another process
 
 # Limits of FORMAT.md, in bytes.
 MOST_CHUNK = 2**27
-MOST_SETTINGS = 2**24
+MOST_SETTINGS = 2**25
+MOST_ID = 2**62
 OVERHEAD = 1024  # of a blob beyond what it decodes to
 SQLITE_LENGTH = 10**9
 
 _BLOCK = 2**15  # what a block of an array aims at
 BLOCK_CODEC = Codec("zstd", 1)
+
+# What values of a wrong kind lead to.
+_OF_VALUES = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+    struct.error,
+)
 
 # SQLite's primary result codes that tell of the system and not of the file.
 _OF_THE_SYSTEM = {
@@ -76,6 +96,7 @@ _OF_THE_SYSTEM = {
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
 }
 
 SET_CACHE = f"PRAGMA cache_size = -{_CACHE}"  # counts in pages of the size that is known when it is set
@@ -98,12 +119,61 @@ class ChunkTable(NamedTuple):
     codecs: list[Codec]
 
 
+# What tells a checkpoint of a file from all others: its digest and a random number.
+Mark = tuple[int, int]
+
+
 class Block(NamedTuple):
     """A block of an array in a file: its blob, and a hash of what it was made from."""
 
     id: int
     checksum: int
     source: int
+
+
+class Checkpoint(NamedTuple):
+    """What is to be known of a checkpoint to go on with it; by default, that there is none.
+
+    Attributes:
+        mark: What tells it from all others.
+        total: The sum of the hashes of its chunks.
+        next_id: The first id that it does not reach.
+        blocks: The blocks of its arrays.
+    """
+
+    mark: Mark | None = None
+    total: int = 0
+    next_id: int = 1
+    blocks: Mapping[str, list[Block]] = MappingProxyType({})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Checkpoint, ()  # a copy of a buffer is saved whole
+
+
+def read_application(connection: sqlite3.Connection) -> int:
+    """What kind of database this says that it is."""
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    return int(application)
+
+
+def check_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises a CorruptDataError if a database has another version, or other tables."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version > VERSION:
+        raise CorruptDataError(
+            f"{path} has version {version} of the format, newer than {VERSION}: update gym_compress"
+        )
+    found = connection.execute(
+        "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY rowid"
+    ).fetchall()
+    if version != VERSION or found != [("table", name, name, sql) for name, sql in SCHEMA.items()]:
+        raise CorruptDataError(f"{path} has other tables than a replay file of version {VERSION}")
+
+
+def read_mark(connection: sqlite3.Connection) -> Mark | None:
+    """The mark of the checkpoint, or of what was written ahead of the first."""
+    row = connection.execute("SELECT digest, owner FROM checkpoint WHERE id = 1").fetchone()
+    return None if row is None else (row[0], row[1])
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
@@ -118,22 +188,27 @@ def errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _OF_THE_SYSTEM:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in _OF_THE_SYSTEM:
             raise OSError(f"{path}: {error}") from error
+        if isinstance(error, sqlite3.ProgrammingError | sqlite3.IntegrityError):
+            raise  # a fault of this package's
         raise CorruptDataError(f"{path} is no replay file, or damaged: {error}") from error
+    except UnicodeDecodeError as error:  # of a message of SQLite's, which quotes the file
+        raise CorruptDataError(f"{path} is damaged: {error}") from error
 
 
 @contextmanager
 def refusing(message: str) -> Iterator[None]:
-    """What Python raises over values of a wrong kind, as CorruptDataError."""
+    """What Python and Gymnasium raise over values of a wrong kind, as CorruptDataError."""
     try:
         yield
-    except CorruptDataError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise CorruptDataError(f"{message}: {error!r}") from error
-    except struct.error as error:
+    except CorruptDataError as error:
+        if isinstance(error.__cause__, sqlite3.Error) or message in str(error):
+            raise
         raise CorruptDataError(f"{message}: {error}") from error
+    except _OF_VALUES as error:
+        raise CorruptDataError(f"{message}: {error!r}") from error
 
 
 def _hash(data: bytes) -> int:

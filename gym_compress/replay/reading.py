@@ -7,8 +7,8 @@ import math
 import os
 import sqlite3
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,21 +21,25 @@ from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.replay.format import (
     APPLICATION_ID,
     BLOCK_CODEC,
+    MOST_CHUNK,
+    MOST_ID,
     MOST_SETTINGS,
     OVERHEAD,
-    SCHEMA,
     SET_CACHE,
     SQLITE_LENGTH,
-    VERSION,
     Block,
+    Checkpoint,
     ChunkTable,
     array_source,
     block_rows,
+    check_schema,
     checksum,
     codec_of,
     connect,
     errors_of,
     little,
+    read_application,
+    read_mark,
     refusing,
     row_hash,
     signed,
@@ -78,19 +82,15 @@ class FileReader:
 
     Attributes:
         path: Where it is.
-        mark: What tells this checkpoint from all others: its digest and a random number; None if there is
-            none.
+        checkpoint: The checkpoint, as far as it is known yet.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.mark: tuple[int, int] | None = None
+        self.checkpoint = Checkpoint()
         self._connection: sqlite3.Connection | None = None
         self._closed = False
-        self._reads = False  # whether a checkpoint is open to be read
-        self._forked = False
-        self._digest = 0  # sum of the hashes of the checkpoint's chunks
-        self._reached = 1  # the first id beyond the checkpoint
+        self._forked = False  # whether this process was forked from the one that opened the file
         _files.add(self)
 
     @classmethod
@@ -105,34 +105,55 @@ class FileReader:
         file = cls(Path(path).absolute())
         if not file.path.exists():
             raise FileNotFoundError(f"There is no file {path}")
-        with file._opening():
-            file._begin_to_read()
+        if file.path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder, expected a replay file")
+        with errors_of(file.path):
+            try:
+                file._begin("rw")
+            except sqlite3.OperationalError as error:
+                if not file._may_be_immutable(error):
+                    raise
+                # where nothing can be written SQLite cannot lock either, and nobody else writes
+                file._begin("ro&immutable=1")
         return file
 
-    @contextmanager
-    def _opening(self, create: bool = False) -> Iterator[None]:
-        if self.path.is_dir():
-            raise IsADirectoryError(f"{self.path} is a folder, expected a replay file")
+    def _begin(self, mode: str) -> None:
+        """Connects; from now on, what is read is of one checkpoint."""
+        connection = connect(self.path, mode)
         try:
-            with errors_of(self.path):
-                self._connection = connect(self.path, "rwc" if create else "rw")
-                try:
-                    yield
-                except sqlite3.OperationalError as error:
-                    if create or not self._may_be_immutable(error):
-                        raise
-                    # where nothing can be written SQLite cannot lock either, and nobody else writes
-                    self._connection.close()
-                    self._connection = connect(self.path, "ro&immutable=1")
-                    self._begin_to_read()
+            self._set_up(connection)
+            if read_application(connection) != APPLICATION_ID:
+                raise CorruptDataError(f"{self.path} is not a replay file")
+            with suppress(sqlite3.OperationalError):  # a file that cannot be written is read as it is
+                # readers and a writer do not wait for each other then
+                connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(SET_CACHE)
+            connection.execute("BEGIN")
+            check_schema(connection, self.path)
+            mark = read_mark(connection)
+            before = self.checkpoint.mark
+            if self._forked and (mark and mark[0]) != (before and before[0]):
+                raise GymCompressError(
+                    f"{self.path} was saved since it was opened, and this forked process cannot see what "
+                    "it was before: load it in this process"
+                )
         except BaseException:
-            self.close()
+            connection.close()
             raise
+        self._connection, self.checkpoint = connection, self.checkpoint._replace(mark=mark)
+
+    @staticmethod
+    def _set_up(connection: sqlite3.Connection) -> None:
+        """Guards against what a file may do to its reader, before anything is read."""
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_SETTINGS)
+        for pragma in ("cell_size_check = ON", "trusted_schema = OFF"):
+            connection.execute(f"PRAGMA {pragma}")
 
     def _may_be_immutable(self, error: sqlite3.OperationalError) -> bool:
-        wal = Path(f"{self.path}-wal")
-        refused = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-        return refused and not os.access(self.path.parent, os.W_OK) and not wal.exists()
+        path = self.path.resolve()
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        refused = code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+        return refused and not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists()
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -151,61 +172,18 @@ class FileReader:
             with errors_of(self.path):
                 connection.close()
 
-    def _connected(self) -> sqlite3.Connection:
+    def check_open(self) -> None:
+        """Raises a ValueError if the file is closed."""
         if self._closed:
             raise ValueError(f"{self.path} is closed")
-        if self._connection is None:
-            self._connect_again()
+
+    def _connected(self) -> sqlite3.Connection:
+        self.check_open()
+        if self._connection is None:  # in a forked process
+            with errors_of(self.path):
+                self._begin("rw")
         assert self._connection is not None
         return self._connection
-
-    def _connect_again(self) -> None:
-        """Connects in a forked child, to the same checkpoint."""
-        mark, self._connection = self.mark, connect(self.path, "rw")
-        try:
-            self._begin_to_read()
-            if self.mark != mark:
-                raise GymCompressError(f"{self.path} was saved since this process was forked: load it again")
-        except BaseException:
-            self._connection.close()
-            self._connection, self.mark = None, mark
-            raise
-
-    def _execute(self, statement: str, values: Iterable[Any] = ()) -> sqlite3.Cursor:
-        return self._connected().execute(statement, tuple(values))
-
-    def _application(self) -> int:
-        (application,) = self._execute("PRAGMA application_id").fetchone()
-        return int(application)
-
-    def _check_schema(self) -> None:
-        (version,) = self._execute("PRAGMA user_version").fetchone()
-        if version != VERSION:
-            raise CorruptDataError(f"{self.path} has version {version} of the format, expected {VERSION}")
-        found = self._execute("SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY rowid").fetchall()
-        if found != [("table", name, name, sql) for name, sql in SCHEMA.items()]:
-            raise CorruptDataError(f"{self.path} has other tables than a replay file")
-
-    def _mark_now(self) -> tuple[int, int] | None:
-        row = self._execute("SELECT digest, owner FROM checkpoint WHERE id = 1").fetchone()
-        return None if row is None else (row[0], row[1])
-
-    def _begin_to_read(self) -> None:
-        """From now on, what is read is of one checkpoint."""
-        self._reads = True
-        self._connected().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_SETTINGS)
-        for pragma in ("cell_size_check = ON", "trusted_schema = OFF"):
-            self._execute(f"PRAGMA {pragma}")
-        if self._application() != APPLICATION_ID:
-            raise CorruptDataError(f"{self.path} is not a replay file")
-        with suppress(sqlite3.OperationalError):  # a file that cannot be written is read as it is
-            self._execute(
-                "PRAGMA journal_mode = WAL"
-            )  # with it, readers and writer do not wait for each other
-        self._execute(SET_CACHE)
-        self._execute("BEGIN")
-        self._check_schema()
-        self.mark = self._mark_now()
 
     def read_checkpoint(self) -> tuple[dict[str, Any], ChunkTable]:
         """The settings, and what there is to know of the chunks.
@@ -214,42 +192,48 @@ class FileReader:
             CorruptDataError: If there is no checkpoint, or it is damaged.
         """
         with errors_of(self.path):
-            row = self._execute("SELECT checksum, data FROM settings WHERE id = 1").fetchone()
-            if row is None or self.mark is None:
-                raise CorruptDataError(f"{self.path} holds no checkpoint: its first save was not completed")
+            connection, mark = self._connected(), self.checkpoint.mark
+            row = connection.execute("SELECT checksum, data FROM settings WHERE id = 1").fetchone()
+            if row is None or mark is None:
+                raise CorruptDataError(
+                    f"{self.path} holds no checkpoint, since its first save was not completed: nothing is in "
+                    "it, and it can be deleted or saved over"
+                )
             expected, data = row
             if not isinstance(data, bytes) or checksum(1, data) != expected:
                 raise CorruptDataError(f"The settings of {self.path} do not have their checksum")
             with refusing(f"The settings of {self.path} are not valid"):
                 settings = json.loads(data)
-                self._reached = int(settings["next_id"])
-            table = self._chunk_table()
-            if signed(self._digest + expected) != self.mark[0]:
+                next_id = settings["next_id"]
+                if type(next_id) is not int or not 0 < next_id <= MOST_ID:
+                    raise CorruptDataError(f"next_id is {next_id!r}")
+                table, total = self._chunk_table(next_id)
+            if signed(total + expected) != mark[0]:
                 raise CorruptDataError(
                     f"{self.path} has parts of different checkpoints, or lost some: its digest differs"
                 )
+            self.checkpoint = Checkpoint(mark, total, next_id)
             return settings, table
 
-    def _chunk_table(self) -> ChunkTable:
-        with refusing(f"The chunks of {self.path} are not valid"):
-            rows = self._execute(
-                "SELECT id, checksum, stream, first, nbytes, codec FROM chunks WHERE id < ? ORDER BY id",
-                [self._reached],
-            )
-            codecs: list[Codec] = []
-            total = 0
+    def _chunk_table(self, next_id: int) -> tuple[ChunkTable, int]:
+        """The table of chunks, and the sum of the hashes of its rows."""
+        rows = self._connected().execute("SELECT * FROM chunks WHERE id < ? ORDER BY id", [next_id])
+        codecs: list[Codec] = []
+        total = 0
 
-            def numbers() -> Iterator[tuple[int, ...]]:
-                nonlocal total
-                for row in rows:
-                    total += row_hash(row)
-                    codecs.append(codec_of(row[5]))
-                    yield row[:5]
+        def numbers() -> Iterator[tuple[int, ...]]:
+            nonlocal total
+            for row in rows:
+                total += row_hash(row)
+                codecs.append(codec_of(row[5]))
+                yield row[:5]
 
-            table = np.fromiter(numbers(), np.dtype((np.int64, 5)))
-            self._digest = signed(total)
-            ids, checksums, streams, firsts, nbytes = np.ascontiguousarray(table.T)
-            return ChunkTable(ids, checksums, streams, firsts, nbytes, codecs)
+        ids, checksums, streams, firsts, nbytes = np.fromiter(numbers(), np.dtype((np.int64, 5))).T.copy()
+        if len(ids) and not (
+            ids[0] > 0 and streams.min() >= 0 and 0 < nbytes.min() <= nbytes.max() <= MOST_CHUNK
+        ):
+            raise CorruptDataError(f"Ids, streams or sizes of the chunks of {self.path} are out of bounds")
+        return ChunkTable(ids, checksums, streams, firsts, nbytes, codecs), total
 
     def structure_faults(self) -> list[str]:
         """What SQLite finds wrong with the structure of the file, a line for each fault.
@@ -258,7 +242,7 @@ class FileReader:
             CorruptDataError: If it cannot even look.
         """
         with errors_of(self.path):
-            found = self._execute("PRAGMA integrity_check").fetchall()
+            found = self._connected().execute("PRAGMA integrity_check").fetchall()
         return [f"{self.path}: {line}" for (text,) in found for line in text.splitlines() if line != "ok"]
 
     def blob(self, id_: int, expected: int, most: int = SQLITE_LENGTH) -> bytes:
@@ -273,8 +257,9 @@ class FileReader:
             CorruptDataError: If they are not there, too many, or have another checksum.
         """
         with errors_of(self.path):
-            self._connected().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
-            row = self._execute("SELECT data FROM blobs WHERE id = ?", [id_]).fetchone()
+            connection = self._connected()
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
+            row = connection.execute("SELECT data FROM blobs WHERE id = ?", [id_]).fetchone()
         return self._checked(id_, expected, row and row[0])
 
     def _checked(self, id_: int, expected: int, data: Any) -> bytes:
@@ -319,41 +304,69 @@ class FileReader:
         """
         with errors_of(self.path):
             most = int(table.nbytes.max(initial=0)) + OVERHEAD
-            self._connected().setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
-            rows = self._execute(
-                "SELECT data FROM chunks LEFT JOIN blobs USING (id) WHERE id < ? ORDER BY id", [self._reached]
+            connection = self._connected()
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
+            rows = connection.execute(
+                "SELECT data FROM chunks LEFT JOIN blobs USING (id) WHERE id < ? ORDER BY id",
+                [self.checkpoint.next_id],
             )
             for chunk, (data,) in zip(self.stored_chunks(table), rows, strict=True):
                 data = self._checked(chunk.id, chunk.checksum, data)
                 content = self._unpacked(chunk.id, data, chunk.nbytes, chunk.codec)
                 yield Chunk(content, chunk.nbytes, chunk.codec, sealed=True)
 
-    def read_array(self, told: dict[str, Any], out: NDArray[Any]) -> list[Block]:
-        """Reads an array.
+    def check_array(
+        self, spec: dict[str, Any], name: str, shape: tuple[int, ...], dtypes: Sequence[np.dtype[Any]]
+    ) -> np.dtype[Any]:
+        """Checks what the settings say of an array, before memory is asked for.
 
         Args:
-            told: What the settings say of it.
-            out: Where it goes, C-contiguous; of its shape, or of as many elements a row.
+            spec: What they say.
+            name: Its name.
+            shape: The shape that is expected, but for axes of length 1 behind the first.
+            dtypes: The dtypes that are expected.
 
         Returns:
-            Its blocks, for :meth:`put_array`.
+            Its dtype.
 
         Raises:
-            CorruptDataError: If it is damaged, or does not fit.
+            CorruptDataError: If it has another shape or dtype, or cannot be in its blocks.
         """
-        rows, shape = told["rows"], tuple(told["shape"])
-        if told["dtype"] != little(out.dtype) or shape[:1] != out.shape[:1] or math.prod(shape) != out.size:
-            raise CorruptDataError(
-                f"An array of {self.path} is {told['dtype']} {shape}, "
-                f"expected {little(out.dtype)} {out.shape}"
-            )
-        row_nbytes = out.nbytes // max(len(out), 1)
-        if rows != block_rows(row_nbytes) or len(told["blocks"]) != -(-len(out) // rows if out.nbytes else 0):
-            raise CorruptDataError(f"An array of {self.path} has other blocks than its shape asks for")
+        found = tuple(spec["shape"])
+        dtype = next((dtype for dtype in dtypes if little(dtype) == spec["dtype"]), None)
+        if dtype is None or found[:1] != shape[:1] or _squeezed(found) != _squeezed(shape):
+            raise CorruptDataError(f"{name} is {spec['dtype']} {found}, expected {little(dtypes[0])} {shape}")
+        row_nbytes = math.prod(shape[1:]) * dtype.itemsize
+        rows = block_rows(row_nbytes)
+        blocks = -(-shape[0] // rows) if row_nbytes else 0
+        if (
+            len(spec["blocks"]) != blocks
+            or (blocks and spec["rows"] != rows)
+            or rows * row_nbytes > MOST_CHUNK
+        ):
+            raise CorruptDataError(f"{name} has other blocks than its shape asks for")
+        return dtype
+
+    def read_array(self, spec: dict[str, Any], out: NDArray[Any]) -> list[Block]:
+        """Reads an array that was checked.
+
+        Args:
+            spec: What the settings say of it.
+            out: Where it goes, C-contiguous.
+
+        Returns:
+            Its blocks.
+
+        Raises:
+            CorruptDataError: If a block is damaged.
+        """
         flat = out.reshape(-1).view(np.uint8)
+        step = spec["rows"] * (out.nbytes // max(len(out), 1))
         blocks = []
-        for i, (id_, expected) in enumerate(told["blocks"]):
-            part = flat[i * rows * row_nbytes : (i + 1) * rows * row_nbytes]
+        for i, (id_, expected) in enumerate(spec["blocks"]):
+            if not 0 < id_ < self.checkpoint.next_id:
+                raise CorruptDataError(f"Blob {id_} is beyond the checkpoint")
+            part = flat[i * step : (i + 1) * step]
             data = self.blob(id_, expected, part.nbytes + OVERHEAD)
             self._unpacked(id_, data, part.nbytes, BLOCK_CODEC)
             try:
@@ -362,6 +375,10 @@ class FileReader:
                 raise CorruptDataError(f"Blob {id_} of {self.path} cannot be decoded: {error}") from None
             blocks.append(Block(id_, expected, array_source(out, part)))
         return blocks
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[:2] + tuple([length for length in shape[2:] if length != 1])
 
 
 # Files that are open, and connections that a forked child inherited: it must neither use nor close them.

@@ -45,6 +45,10 @@ def _told(space: spaces.Space[Any]) -> dict[str, Any]:
     if isinstance(space, spaces.MultiBinary):
         return {"kind": "MultiBinary", "n": space.n if isinstance(space.n, int) else space.shape}
     if isinstance(space, spaces.Dict):
+        if not all(isinstance(key, str) for key in space.spaces):
+            raise TypeError(
+                f"A replay file holds Dict spaces whose keys are strings, got {list(space.spaces)}"
+            )
         return {"kind": "Dict", "spaces": [[key, _told(sub)] for key, sub in space.spaces.items()]}
     if isinstance(space, spaces.Tuple):
         return {"kind": "Tuple", "spaces": [_told(sub) for sub in space.spaces]}
@@ -94,14 +98,19 @@ def _space(told: Any) -> spaces.Space[Any]:
         low, high = (_from_bounds(told[name], shape, dtype) for name in ("low", "high"))
         return (CompressedBox if kind == "CompressedBox" else spaces.Box)(low, high, shape, dtype)
     if kind == "Discrete":
-        return spaces.Discrete(told["n"], start=told["start"], dtype=dtype)
+        # Gymnasium 1.0 knows one dtype
+        kwargs = {} if dtype is np.int64 else {"dtype": dtype}
+        return spaces.Discrete(told["n"], start=told["start"], **kwargs)
     if kind == "MultiDiscrete":
         start = np.array(told["start"], dtype)
         return spaces.MultiDiscrete(np.array(told["nvec"], dtype), dtype=dtype, start=start)
     if kind == "MultiBinary":
         return spaces.MultiBinary(told["n"])
     if kind == "Dict":
-        return spaces.Dict([(str(key), _space(sub)) for key, sub in told["spaces"]])
+        pairs = [(key, _space(sub)) for key, sub in told["spaces"]]
+        if not all(isinstance(key, str) for key, _ in pairs) or len(dict(pairs)) < len(pairs):
+            raise ValueError("keys of a Dict are no strings, or not different")
+        return spaces.Dict(pairs)
     if kind == "Tuple":
         return spaces.Tuple([_space(sub) for sub in told["spaces"]])
     raise ValueError(f"{kind!r} is no kind of space")

@@ -155,19 +155,19 @@ class ObservationStore:
         pairs = zip(self.streams, batch, strict=True)
         new = [stream.put(observation, moves=self._is_twin) for stream, observation in pairs]
         for env, reference in enumerate(new):
-            self._drop(row, env)
+            # an exception may come between any two lines, by a signal: what a row refers to is there
+            old = int(self._references[row, env])
+            released = self._odd[old] if old < 0 else old
             if isinstance(reference, tuple):
                 key = _ODD - (row * n_envs + env)
                 self._odd[key], reference = reference, key
             if abs(reference) > _INT32 and self._references.dtype == np.int32:
                 self._references = self._references.astype(np.int64)
             self._references[row, env] = reference
-
-    def _drop(self, row: int, env: int) -> None:
-        """Takes the reference back that stands in a place."""
-        old = int(self._references[row, env])
-        if old != _EMPTY:
-            self.streams[env].release(old if old > 0 else self._odd.pop(old))
+            if old < 0 < reference:
+                del self._odd[old]
+            if old != _EMPTY:
+                self.streams[env].release(released)
 
     def clear(self) -> None:
         """Empties this store, and the streams that it shares with twins: clear these as well."""

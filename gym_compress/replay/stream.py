@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gym_compress.chunk import Chunk, ChunkWriter, Piece
+from gym_compress.chunk import Chunk, ChunkWriter, Piece, read_pieces
 from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
@@ -35,6 +35,9 @@ class Stream:
     """The slices of one environment, numbered as they come, in chunks that go when nothing refers to them.
 
     Numbers begin at 1. A chunk has a range of them, which its slices fill from the front.
+
+    An exception may come between any two lines, by a signal: references stay right then, and at worst a chunk
+    stays that nobody needs.
     """
 
     def __init__(self, slicing: Slicing, codec: Codec, frames_per_chunk: int) -> None:
@@ -114,8 +117,8 @@ class Stream:
     def _append(self, slice_: NDArray[Any]) -> int:
         chunk, index = self._writer.append(slice_)
         if chunk is not self._own:
-            self._own, self._own_first = chunk, self._end
-            self._register(chunk, self._writer.frames_per_chunk)
+            first = self._register(chunk, self._writer.frames_per_chunk)
+            self._own, self._own_first = chunk, first
         return self._own_first + index
 
     def _shared(self, words: NDArray[Any], moves: bool) -> list[int]:
@@ -144,22 +147,30 @@ class Stream:
         for chunk, start, length in segments:
             if chunk not in self._adopted:
                 # the end of a chunk that makes no whole slice has a number too, which nothing refers to
-                self._adopted[chunk] = _Adopted(self._end)
-                self._register(chunk, -(-chunk.nbytes // nbytes))
+                self._adopted[chunk] = _Adopted(self._register(chunk, -(-chunk.nbytes // nbytes)))
             adopted = self._adopted[chunk]
             adopted.end = max(adopted.end, start + length)
             numbers.extend(range(adopted.first + start // nbytes, adopted.first + (start + length) // nbytes))
         return numbers
 
-    def _register(self, chunk: Chunk, slices: int) -> None:
-        self._chunks.append(chunk)
-        self.ids.append(0)
-        self._firsts.append(self._end)
-        self._users.append(0)
+    def _register(self, chunk: Chunk, slices: int) -> int:
+        """Gives a chunk a range of numbers, and returns the first."""
         if self._shelf:
-            self._waiting.append(self._end)
-            self._shelve(_STAY)
-        self._end += slices
+            self._shelve(_STAY - 1)
+        first, place = self._end, len(self._chunks)
+        try:
+            self._chunks.append(chunk)
+            self.ids.append(0)
+            self._firsts.append(first)
+            self._users.append(0)
+            if self._shelf:
+                self._waiting.append(first)
+            self._end = first + slices
+        except BaseException:  # by a signal
+            del self._chunks[place:], self.ids[place:], self._firsts[place:], self._users[place:]
+            self._waiting = [other for other in self._waiting if other != first]
+            raise
+        return first
 
     def _index(self, number: int) -> int:
         """The place in the lists of the chunk that holds a slice."""
@@ -171,9 +182,8 @@ class Stream:
             self._users[index] -= 1
             self._let_go(index)
         if self._gone > 256:
-            del self._chunks[: self._gone], self.ids[: self._gone]
-            del self._firsts[: self._gone], self._users[: self._gone]
-            self._gone = 0
+            gone, self._gone = self._gone, 0
+            del self._chunks[:gone], self.ids[:gone], self._firsts[:gone], self._users[:gone]
 
     def _touched(self, reference: int | tuple[int, ...]) -> Iterable[int]:
         if isinstance(reference, tuple):
@@ -250,7 +260,7 @@ class Stream:
     def _shelve(self, stay: int) -> None:
         """Puts chunks on the shelf but for the newest, and for those that a wrapper still writes."""
         assert self._shelf
-        for first in self._waiting[: len(self._waiting) - stay]:
+        for first in self._waiting[: max(len(self._waiting) - stay, 0)]:
             index = self._index(first)
             chunk = self._chunks[index]
             if isinstance(chunk, Chunk) and chunk.sealed and chunk.nbytes <= MOST_CHUNK:
@@ -291,17 +301,23 @@ class Stream:
 
     def _whole(self, chunk: Chunk | StoredChunk) -> Chunk | StoredChunk:
         """A chunk, or what is referred to of one that a wrapper still writes, as a chunk."""
-        if chunk.sealed or isinstance(chunk, StoredChunk):
+        adopted = self._adopted.get(chunk)
+        if chunk.sealed or adopted is None:
+            if adopted:
+                adopted.saving = chunk.nbytes
             return chunk
-        raw = np.frombuffer(chunk.content[: self._adopted[chunk].end], self._slicing.dtype)
+        # another thread may seal it meanwhile, so it is read as by any reader
+        adopted.saving = adopted.end
+        raw = np.empty(adopted.end // self._slicing.dtype.itemsize, self._slicing.dtype)
+        read_pieces([(chunk, [(0, adopted.end, 0, adopted.end)])], raw.view(np.uint8).data)
         return Chunk.from_array(raw, chunk.codec)
 
     def saved(self, ids: array[int]) -> None:
         """Notes what a file knows each chunk by."""
         self.ids = ids
         self.evicted.clear()
-        for chunk, adopted in self._adopted.items():
-            adopted.saved = chunk.nbytes if chunk.sealed else adopted.end
+        for adopted in self._adopted.values():
+            adopted.saved = adopted.saving
 
     def restore(
         self,
@@ -311,7 +327,7 @@ class Stream:
         runs: NDArray[np.int64],
         odd: NDArray[np.int64],
     ) -> None:
-        """Takes the chunks of a file, into an empty stream.
+        """Takes the chunks of a file, into an empty stream, but for those to which no reference leads.
 
         Args:
             chunks: The chunks, in the order of their numbers.
@@ -321,8 +337,7 @@ class Stream:
             odd: ``(m, slices of an observation)``, the references that are not.
 
         Raises:
-            CorruptDataError: If ranges overlap, a reference leads to a slice that is not there, or none leads
-                to a chunk.
+            CorruptDataError: If ranges overlap, or a reference leads to a slice that is not there.
         """
         nbytes = np.array([chunk.nbytes for chunk in chunks], np.int64)
         whole, spans = nbytes // self._slicing.slice_nbytes, -(-nbytes // self._slicing.slice_nbytes)
@@ -350,10 +365,10 @@ class Stream:
         users = users.cumsum()[:-1]
         each = np.sort(chunks_of(odd, 1)[0], axis=1)  # a chunk counts once, however many slices lead there
         np.add.at(users, each[np.diff(each, axis=1, prepend=-1) > 0], 1)
-        if not users.all():
-            raise CorruptDataError("a chunk is there to which no reference leads")
-        self._chunks = [*chunks]
-        self.ids, self._firsts, self._users = (array("q", a.tobytes()) for a in (ids, firsts, users))
+        used = users > 0  # others an interrupted process may have left
+        self.evicted = ids[~used].tolist()
+        self._chunks = [chunk for chunk, keep in zip(chunks, used.tolist(), strict=True) if keep]
+        self.ids, self._firsts, self._users = (array("q", a[used].tobytes()) for a in (ids, firsts, users))
         self._end = int(ends[-1]) if len(chunks) else 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -374,14 +389,18 @@ class Stream:
 
 
 class _Adopted:
-    """A chunk that a wrapper writes: where its range begins, how many bytes are referred to, and saved."""
+    """A chunk that a wrapper writes: where its range begins, and how many of its bytes are referred to.
 
-    __slots__ = ("end", "first", "saved")
+    And how many a file has, or will have when it is saved.
+    """
+
+    __slots__ = ("end", "first", "saved", "saving")
 
     def __init__(self, first: int) -> None:
         self.first = first
         self.end = 0
         self.saved = 0
+        self.saving = 0
 
 
 def _words(slices: NDArray[Any]) -> NDArray[Any]:

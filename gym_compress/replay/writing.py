@@ -1,0 +1,334 @@
+"""Writing replay files: one transaction at a time, each of which happens whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sqlite3
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gym_compress.errors import CorruptDataError, GymCompressError
+from gym_compress.replay.format import (
+    APPLICATION_ID,
+    BLOCK_CODEC,
+    MOST_CHUNK,
+    MOST_ID,
+    MOST_SETTINGS,
+    PAGE,
+    SCHEMA,
+    SET_CACHE,
+    SQLITE_LENGTH,
+    VERSION,
+    Block,
+    Checkpoint,
+    Mark,
+    array_source,
+    block_rows,
+    check_schema,
+    checksum,
+    connect,
+    errors_of,
+    little,
+    read_application,
+    read_mark,
+    row_hash,
+    signed,
+)
+
+__all__ = ["Row", "Writer", "chunk_row", "open_to_save", "saving_to", "writing"]
+
+_BATCH = 128  # chunks that are inserted together
+
+# A chunk to be inserted: its bytes, and its row of the table of chunks.
+Row = tuple[bytes, tuple[int, int, int, int, int, str]]
+
+
+def open_to_save(path: str | os.PathLike[str]) -> sqlite3.Connection:
+    """Opens a file to be written, and makes it, without a checkpoint, if it is not there or empty.
+
+    Raises:
+        FileExistsError: If there is a file, but no replay file, or one that is damaged at its head.
+        CorruptDataError: If it is a replay file of another version, or with other tables.
+        OSError: If the system refuses.
+    """
+    path = Path(path).absolute()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, expected a replay file")
+    if sys.byteorder != "little":
+        raise GymCompressError("Replay files can be written on little-endian machines only")
+    try:
+        with errors_of(path):
+            connection = connect(path, "rwc")
+            try:
+                _prepare(connection, path)
+            except BaseException:
+                connection.close()
+                raise
+    except CorruptDataError as error:
+        if isinstance(error.__cause__, sqlite3.Error):
+            raise FileExistsError(f"{path} is there already, and no whole replay file: {error}") from error
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """Makes the tables, or checks them."""
+    for pragma in ("trusted_schema = OFF", "secure_delete = OFF", f"page_size = {PAGE}"):
+        connection.execute(f"PRAGMA {pragma}")
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        application = read_application(connection)
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if not application and not tables:
+            for statement in SCHEMA.values():
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {VERSION}")
+        elif application != APPLICATION_ID:
+            raise FileExistsError(f"{path} is there already, and is not a replay file")
+        check_schema(connection, path)
+        connection.execute("COMMIT")
+    except BaseException:
+        _roll_back(connection)
+        raise
+    connection.execute(SET_CACHE)
+    if read_mark(connection):
+        connection.execute("PRAGMA journal_mode = WAL")
+    # else nobody reads it yet, and the first checkpoint is quicker written without
+
+
+def _roll_back(connection: sqlite3.Connection) -> None:
+    if connection.in_transaction:
+        with suppress(sqlite3.OperationalError):  # some errors roll back by themselves
+            connection.execute("ROLLBACK")
+
+
+@contextmanager
+def writing(
+    connection: sqlite3.Connection, path: Path, publish: Callable[[Writer], object]
+) -> Iterator[Writer]:
+    """A transaction. If something is raised within, nothing was written.
+
+    Args:
+        connection: To the file.
+        path: The file.
+        publish: Called when all is written, also if that was interrupted just then: what is in memory is to
+            say the same as the file.
+
+    Raises:
+        OSError: If the system refuses.
+        CorruptDataError: If the file is damaged.
+    """
+    writer = Writer(connection)
+    with errors_of(path):
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, SQLITE_LENGTH)
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            writer.found = read_mark(connection)
+            yield writer
+            connection.execute("COMMIT")
+        except BaseException:
+            _roll_back(connection)
+            with suppress(sqlite3.Error):
+                if writer.mark is not None and read_mark(connection) == writer.mark:
+                    publish(writer)
+            raise
+        publish(writer)
+
+
+@contextmanager
+def saving_to(path: str | os.PathLike[str], publish: Callable[[Writer], object]) -> Iterator[Writer]:
+    """A transaction of a file that is open for it alone; see :func:`open_to_save` and :func:`writing`."""
+    path = Path(path).absolute()
+    connection = open_to_save(path)
+    try:
+        with writing(connection, path, publish) as writer:
+            yield writer
+        with suppress(sqlite3.OperationalError):  # then whoever comes next does
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+    finally:
+        with errors_of(path):
+            connection.close()
+
+
+def chunk_row(id_: int, stream: int, first: int, chunk: Any) -> Row:
+    """A chunk as it is inserted.
+
+    Args:
+        id_: The id that it gets.
+        stream: The number of the stream that it belongs to.
+        first: The number of its first slice.
+        chunk: The chunk, which is sealed.
+
+    Raises:
+        ValueError: If it is too large for a file.
+    """
+    if chunk.nbytes > MOST_CHUNK:
+        raise ValueError(f"A chunk of {chunk.nbytes} bytes is too large for a file: {MOST_CHUNK} at most")
+    content = chunk.content
+    data = content if isinstance(content, bytes) else content.tobytes()
+    return data, (id_, checksum(id_, data), stream, first, chunk.nbytes, str(chunk.codec))
+
+
+class Writer:
+    """What is done to a file within a transaction.
+
+    Attributes:
+        found: The mark of the checkpoint that was there.
+        mark: The mark that the file gets.
+        total: The sum of the hashes of all rows of chunks.
+        next_id: The id that the next blob gets.
+        checkpoint: The checkpoint that was written, once it is.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._rows: list[Row] = []
+        self.found: Mark | None = None
+        self.mark: Mark | None = None
+        self.total = 0
+        self.next_id = 1
+        self.checkpoint = Checkpoint()
+
+    def go_on(self, checkpoint: Checkpoint) -> None:
+        """Goes on with the checkpoint that is there. What was written ahead of the next one is deleted."""
+        self.next_id = checkpoint.next_id
+        for table in ("blobs", "chunks"):
+            self._connection.execute(f"DELETE FROM {table} WHERE id >= ?", [checkpoint.next_id])
+        self.total = checkpoint.total
+
+    def clear(self) -> None:
+        """Deletes all."""
+        (last,) = self._connection.execute("SELECT max(id) FROM blobs").fetchone()
+        self.next_id = (last or 0) % MOST_ID + 1
+        for table in ("blobs", "chunks", "settings"):
+            self._connection.execute(f"DELETE FROM {table}")
+        self.total = 0
+
+    def put(self, stream: int, first: int, chunk: Any) -> int:
+        """Inserts a chunk, sooner or later, and returns its id; see :func:`chunk_row`."""
+        row = chunk_row(self.next_id, stream, first, chunk)
+        self.next_id += 1
+        self._rows.append(row)
+        if len(self._rows) >= _BATCH:
+            self._flush()
+        return row[1][0]
+
+    def _flush(self) -> None:
+        self.insert(self._rows)
+        self._rows.clear()
+
+    def insert(self, rows: Iterable[Row]) -> None:
+        """Inserts chunks."""
+        rows = list(rows)
+        blobs = ((row[0], data) for data, row in rows)
+        self._connection.executemany("INSERT INTO blobs VALUES (?, ?)", blobs)
+        chunks = [row for _, row in rows]
+        self._connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", chunks)
+        self.total += sum(map(row_hash, chunks))
+
+    def delete(self, ids: Iterable[int]) -> None:
+        """Deletes chunks."""
+        for run in _runs(sorted(ids)):
+            rows = self._connection.execute("SELECT * FROM chunks WHERE id BETWEEN ? AND ?", run)
+            self.total -= sum(map(row_hash, rows))
+            for table in ("chunks", "blobs"):
+                self._connection.execute(f"DELETE FROM {table} WHERE id BETWEEN ? AND ?", run)
+
+    def keep_only(self, ids: Callable[[], set[int]], count: int) -> None:
+        """Deletes chunks that nobody knows any more, which an interrupted process may leave.
+
+        Args:
+            ids: Gives the ids of those that are known.
+            count: How many these are.
+        """
+        self._flush()
+        if self._connection.execute("SELECT count(*) FROM chunks").fetchone() != (count,):
+            known = ids()
+            rows = self._connection.execute("SELECT id FROM chunks").fetchall()
+            self.delete([id_ for (id_,) in rows if id_ not in known])
+
+    def put_array(self, array: NDArray[Any], before: list[Block]) -> tuple[dict[str, Any], list[Block]]:
+        """Writes the blocks of an array that changed.
+
+        Args:
+            array: The array.
+            before: Its blocks in the checkpoint before.
+
+        Returns:
+            What the settings say of it, and its blocks.
+
+        Raises:
+            ValueError: If a row is too large for a file.
+        """
+        row_nbytes = array.nbytes // max(len(array), 1)
+        rows = block_rows(row_nbytes)
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        blocks: list[Block] = []
+        gone = {block.id for block in before}
+        for i, start in enumerate(range(0, flat.nbytes, rows * row_nbytes or 1)):
+            part = flat[start : start + rows * row_nbytes]
+            source = array_source(array, part)
+            if i < len(before) and before[i].source == source:
+                blocks.append(before[i])
+                gone.remove(before[i].id)
+                continue
+            if part.nbytes > MOST_CHUNK:
+                raise ValueError(
+                    f"Rows of {part.nbytes} bytes are too large for a file: {MOST_CHUNK} at most"
+                )
+            data = BLOCK_CODEC.encode(part, array.dtype.itemsize)
+            id_, self.next_id = self.next_id, self.next_id + 1
+            self._connection.execute("INSERT INTO blobs VALUES (?, ?)", [id_, data])
+            blocks.append(Block(id_, checksum(id_, data), source))
+        self._connection.executemany("DELETE FROM blobs WHERE id = ?", [(id_,) for id_ in gone])
+        spec = {
+            "dtype": little(array.dtype),
+            "shape": array.shape,
+            "rows": rows,
+            "blocks": [block[:2] for block in blocks],
+        }
+        return spec, blocks
+
+    def set_mark(self, digest: int) -> None:
+        """Marks the file as written, so that nobody who had it open goes on with it unknowingly."""
+        self.mark = digest, secrets.randbits(62)
+        self._connection.execute("INSERT OR REPLACE INTO checkpoint VALUES (1, ?, ?)", self.mark)
+
+    def finish(self, settings: dict[str, Any], blocks: dict[str, list[Block]]) -> None:
+        """Makes all that is there the next checkpoint.
+
+        Raises:
+            ValueError: If the settings are too large for a file.
+        """
+        self._flush()
+        data = json.dumps(
+            {**settings, "next_id": self.next_id}, separators=(",", ":"), allow_nan=False
+        ).encode()
+        if len(data) > MOST_SETTINGS:
+            raise ValueError(
+                f"Settings of {len(data)} bytes are too large for a file: {MOST_SETTINGS} at most"
+            )
+        own = checksum(1, data)
+        self._connection.execute("INSERT OR REPLACE INTO settings VALUES (1, ?, ?)", [own, data])
+        self.set_mark(signed(self.total + own))
+        self.checkpoint = Checkpoint(self.mark, self.total, self.next_id, blocks)
+
+
+def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
+    """Ascending ids as runs that follow each other, each with its first and its last."""
+    breaks = [i for i in range(1, len(ids)) if ids[i] != ids[i - 1] + 1]
+    for start, end in zip([0, *breaks], [*breaks, len(ids)], strict=True):
+        if start < end:
+            yield ids[start], ids[end - 1]
