@@ -32,7 +32,7 @@ def summary(path: Path) -> dict[str, str]:
     """
     file = FileReader.open(path)
     try:
-        told, table = file.read_checkpoint()
+        settings, table = file.read_checkpoint()
     finally:
         file.close()
     with CompressedReplayBuffer.load(path, device=None, lazy=True) as buffer:
@@ -42,9 +42,9 @@ def summary(path: Path) -> dict[str, str]:
     size = path.stat().st_size
     codecs = Counter(map(str, table.codecs))
     return {
-        "saved by": _line(told.get("class")),
-        "transitions": f"{rows:,} of {capacity:,}, next row {told['pos']:,}",
-        "environments": f"{told['n_envs']:,}",
+        "saved by": _line(settings.get("class")),
+        "transitions": f"{rows:,} of {capacity:,}, next row {settings['pos']:,}",
+        "environments": f"{settings['n_envs']:,}",
         "observations": _line(spaces[0]),
         "actions": _line(spaces[1]),
         "chunks": f"{len(table.ids):,}, "
@@ -88,7 +88,7 @@ def _faults(path: Path, advance: Callable[[int, int], object]) -> Iterator[str]:
         return
     try:
         yield from file.structure_faults()
-        told, table = file.read_checkpoint()
+        settings, table = file.read_checkpoint()
         total = len(table.ids)
         for i, chunk in enumerate(file.stored_chunks(table)):
             advance(i, total)
@@ -102,7 +102,9 @@ def _faults(path: Path, advance: Callable[[int, int], object]) -> Iterator[str]:
                 yield f"Blob {chunk.id} of {path} cannot be decoded: {error}"
         with refusing(f"The settings of {path} are not valid"):
             blocks = [
-                (_line(name), *block) for name, told in told["arrays"].items() for block in told["blocks"]
+                (_line(name), id_, expected)
+                for name, spec in settings["arrays"].items()
+                for id_, expected in spec["blocks"]
             ]
         for name, id_, expected in blocks:
             try:

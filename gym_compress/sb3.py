@@ -150,10 +150,10 @@ class _CompressedReplay(_Compressed, SavedBuffer, buffers.ReplayBuffer):
             raise ValueError(f"{cls.__name__} cannot hold what was saved, observations of {space}")
 
     @classmethod
-    def _made(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+    def _from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
         if cls is not CompressedReplayBuffer:  # which alone has two ways to draw rows
             arguments = {**arguments, "optimize_memory_usage": False}
-        return super()._made(settings, arguments)
+        return super()._from_settings(settings, arguments)
 
     def reset(self) -> None:
         """Empties the buffer."""
@@ -254,11 +254,11 @@ class CompressedNStepReplayBuffer(_CompressedReplay, buffers.NStepReplayBuffer):
     replay file has both if this class saved it; loaded from another's, they are SB3's defaults, 3 and 0.99.
     """
 
-    _further = {"n_steps": int, "gamma": float}
+    _extra_arguments = {"n_steps": int, "gamma": float}
 
     @classmethod
-    def _made(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
-        buffer = super()._made(settings, arguments)
+    def _from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        buffer = super()._from_settings(settings, arguments)
         if not (0 < buffer.n_steps <= max(buffer.buffer_size, 3) and 0 <= buffer.gamma <= 1):
             raise CorruptDataError(f"n_steps is {buffer.n_steps}, and gamma {buffer.gamma}")
         return buffer
@@ -319,7 +319,7 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
     ``load_replay_buffer`` does.
     """
 
-    _further = {"n_sampled_goal": int}
+    _extra_arguments = {"n_sampled_goal": int}
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment; see :meth:`CompressedDictReplayBuffer.add`."""
@@ -345,13 +345,13 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
             raise ValueError(f"{cls.__name__} needs episodes, which the buffer that was saved had none of")
 
     @classmethod
-    def _made(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+    def _from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
         strategy = settings.get("goal_selection_strategy")
         if strategy not in KEY_TO_GOAL_STRATEGY:
             raise CorruptDataError(f"{strategy!r} is no strategy to select goals")
         theirs = {name: value for name, value in arguments.items() if name not in COMPRESSION}
         theirs |= {"env": None, "goal_selection_strategy": strategy}
-        return super()._made(settings, theirs)
+        return super()._from_settings(settings, theirs)
 
     def _restore(self, settings: dict[str, Any]) -> None:
         rows, starts = self.buffer_size, np.array(settings["current_ep_start"])

@@ -293,6 +293,8 @@ ATTACKS = {
     "references without a limit": lambda told, arrays, database: _many_odd(told),
     "blocks that are missing": _set("arrays", "actions", "blocks", value=[]),
     "a block that is not there": _set("arrays", "actions", "blocks", value=[[9999, 0]]),
+    "blocks of three": _set("arrays", "actions", "blocks", value=[[1, 2, 3]]),
+    "blocks that are a number": _set("arrays", "actions", "blocks", value=7),
     "a block of another kind": _set("arrays", "actions", "blocks", value=[["x", None]]),
     "references that are no integers": _array("observations.0", lambda array: array.astype(np.float32)),
     "too many references below zero": _array("observations.0.odd", lambda array: np.ones((1, 4), np.int64)),

@@ -70,7 +70,7 @@ class CompressedReplayBuffer(SavedBuffer):
         frames_per_chunk: Frames compressed together, or ``None`` to choose by their size.
         seed: Seeds the generator that draws samples.
         path: A replay file to be made, in which compressed chunks are from the start; memory holds the rest,
-            about 40 bytes a transition. For frames that exceed memory. :meth:`save` makes a checkpoint;
+            about 50 bytes a transition. For frames that exceed memory. :meth:`save` makes a checkpoint;
             :meth:`close` it in the end, or use ``with``.
 
     Raises:
@@ -82,7 +82,7 @@ class CompressedReplayBuffer(SavedBuffer):
         OSError: If the system refuses to make the file.
     """
 
-    _derived = ("ends",)
+    _optional_arrays = ("ends",)
 
     def __init__(
         self,

@@ -52,11 +52,11 @@ class SavedBuffer:
     full: bool
 
     _compression: dict[str, Any]  # the arguments that say how observations are compressed
-    _further: ClassVar[dict[str, type]] = {}  # attributes that are arguments of this class alone
-    _derived: ClassVar[tuple[str, ...]] = ()  # arrays that a file may lack
+    _extra_arguments: ClassVar[dict[str, type]] = {}  # attributes that are arguments of this class alone
+    _optional_arrays: ClassVar[tuple[str, ...]] = ()  # arrays that a file may lack
     _lock: Any = nullcontext()
     _file: ReplayFile | None = None  # the file in which the chunks are, if they are in one
-    _known = Checkpoint()  # the checkpoint that the buffer and a file have in common, if they are not
+    _checkpoint = Checkpoint()  # the checkpoint that the buffer and a file have in common, if they are not
 
     def save(self, path: str | os.PathLike[str] | None = None) -> None:
         """Saves to a replay file; if that holds the checkpoint before, only what changed since.
@@ -92,10 +92,10 @@ class SavedBuffer:
             def publish(writer: Writer) -> None:
                 if file is None:  # else this is a copy, and the buffer stays with its own file
                     self._publish(ids)
-                    self._known = writer.checkpoint
+                    self._checkpoint = writer.checkpoint
 
             with saving_to(path, publish) as writer:
-                known = self._known if file is None else Checkpoint()
+                known = self._checkpoint if file is None else Checkpoint()
                 if known.mark and known.mark == writer.found:
                     writer.go_on(known)
                     writer.delete(id_ for stream in self._streams() for id_ in stream.evicted)
@@ -165,7 +165,7 @@ class SavedBuffer:
             with refusing(f"The settings of {file.path} are not valid"):
                 arguments = _arguments(settings)
             cls._check(settings, arguments["observation_space"], device)
-            buffer = cls._made(settings, {**arguments, "device": device})
+            buffer = cls._from_settings(settings, {**arguments, "device": device})
             with refusing(f"{file.path} is not valid"):
                 buffer.pos, buffer.full = settings["pos"], settings["full"]
                 blocks = buffer._read_arrays(file, settings["arrays"])
@@ -179,7 +179,7 @@ class SavedBuffer:
             file.attach(checkpoint)
             buffer._keep_in(file)
         else:
-            buffer._known = checkpoint
+            buffer._checkpoint = checkpoint
             file.close()
         return buffer
 
@@ -187,7 +187,7 @@ class SavedBuffer:
         """Reads all arrays, and returns their blocks."""
         rows, blocks = self._filled(), {}
         for name, values in self._row_arrays().items():
-            if name in specs or name not in self._derived:
+            if name in specs or name not in self._optional_arrays:
                 file.check_array(specs[name], name, (rows, *values.shape[1:]), [values.dtype])
                 blocks[name] = file.read_array(specs[name], values[:rows])
         for name, store in self._leaves(ObservationStore):
@@ -301,7 +301,7 @@ class SavedBuffer:
             "action_space": space_to_json(self.action_space),
             **{name: int(getattr(self, name)) for name in ("buffer_size", "n_envs", "pos")},
             **{name: bool(getattr(self, name)) for name in ("full", *_FLAGS)},
-            **{name: kind(getattr(self, name)) for name, kind in self._further.items()},
+            **{name: kind(getattr(self, name)) for name, kind in self._extra_arguments.items()},
             "compression": {
                 name: value if value is None or isinstance(value, str) else int(value)
                 for name, value in {**self._compression, "codec": str(self._compression["codec"])}.items()
@@ -313,12 +313,12 @@ class SavedBuffer:
         """Raises an error if the class cannot hold what a file holds, or the device is none."""
 
     @classmethod
-    def _made(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+    def _from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
         """An empty buffer, from the settings of a file and the arguments that all classes have."""
-        further = {name: settings[name] for name in cls._further if name in settings}
+        further = {name: settings[name] for name in cls._extra_arguments if name in settings}
         for name, value in further.items():
-            if type(value) is not cls._further[name]:
-                raise CorruptDataError(f"{name} is {value!r}, expected {cls._further[name]}")
+            if type(value) is not cls._extra_arguments[name]:
+                raise CorruptDataError(f"{name} is {value!r}, expected {cls._extra_arguments[name]}")
         return cls(**arguments, **further)
 
     def _restore(self, settings: dict[str, Any]) -> None:

@@ -27,12 +27,12 @@ def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
         TypeError: If the space is of a kind that a file cannot hold.
         ValueError: If its elements are too large, more than 32 MiB.
     """
-    told = _told(space)
-    space_from_json(told)
-    return told
+    spec = _to_json(space)
+    space_from_json(spec)
+    return spec
 
 
-def _told(space: spaces.Space[Any]) -> dict[str, Any]:
+def _to_json(space: spaces.Space[Any]) -> dict[str, Any]:
     if isinstance(space, spaces.Box):
         kind = "CompressedBox" if isinstance(space, CompressedBox) else "Box"
         bounds = {"low": _bounds(space.low), "high": _bounds(space.high)}
@@ -49,70 +49,70 @@ def _told(space: spaces.Space[Any]) -> dict[str, Any]:
             raise TypeError(
                 f"A replay file holds Dict spaces whose keys are strings, got {list(space.spaces)}"
             )
-        return {"kind": "Dict", "spaces": [[key, _told(sub)] for key, sub in space.spaces.items()]}
+        return {"kind": "Dict", "spaces": [[key, _to_json(sub)] for key, sub in space.spaces.items()]}
     if isinstance(space, spaces.Tuple):
-        return {"kind": "Tuple", "spaces": [_told(sub) for sub in space.spaces]}
+        return {"kind": "Tuple", "spaces": [_to_json(sub) for sub in space.spaces]}
     raise TypeError(
         "A replay file holds spaces that are Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, "
         f"actual: {space}"
     )
 
 
-def space_from_json(told: Any) -> spaces.Space[Any]:
+def space_from_json(spec: Any) -> spaces.Space[Any]:
     """The space that JSON tells of, sizes checked first.
 
     Raises:
         ValueError: If its elements are too large, more than 32 MiB.
         LookupError, TypeError: If it is no space.
     """
-    if element_nbytes(told) > _MOST_NBYTES:
+    if element_nbytes(spec) > _MOST_NBYTES:
         raise ValueError(
-            f"A replay file holds elements of at most {_MOST_NBYTES} bytes, got {element_nbytes(told)}"
+            f"A replay file holds elements of at most {_MOST_NBYTES} bytes, got {element_nbytes(spec)}"
         )
-    return _space(told)
+    return _space(spec)
 
 
-def element_nbytes(told: Any) -> int:
+def element_nbytes(spec: Any) -> int:
     """Bytes of an element of the space that JSON tells of."""
-    kind = told["kind"]
+    kind = spec["kind"]
     if kind in ("Dict", "Tuple"):
-        return sum(element_nbytes(sub[1] if kind == "Dict" else sub) for sub in told["spaces"])
+        return sum(element_nbytes(sub[1] if kind == "Dict" else sub) for sub in spec["spaces"])
     if kind == "MultiDiscrete":
-        shape = np.shape(told["nvec"])
+        shape = np.shape(spec["nvec"])
     elif kind == "MultiBinary":
-        shape = tuple(np.atleast_1d(told["n"]).tolist())
+        shape = tuple(np.atleast_1d(spec["n"]).tolist())
     else:
-        shape = told.get("shape", ())
+        shape = spec.get("shape", ())
     if not all(type(length) is int and length >= 0 for length in shape) or len(shape) > 32:
         raise ValueError(f"{shape} is no shape")
     # of an empty shape too, the other axes are bounded
     count = math.prod(max(length, 1) for length in shape)
-    return int(count * np.dtype(told.get("dtype", "|i1")).itemsize)
+    return int(count * np.dtype(spec.get("dtype", "|i1")).itemsize)
 
 
-def _space(told: Any) -> spaces.Space[Any]:
-    kind = told["kind"]
-    dtype: Any = np.dtype(told["dtype"]).type if "dtype" in told and _DTYPE.fullmatch(told["dtype"]) else None
+def _space(spec: Any) -> spaces.Space[Any]:
+    kind = spec["kind"]
+    dtype: Any = np.dtype(spec["dtype"]).type if "dtype" in spec and _DTYPE.fullmatch(spec["dtype"]) else None
     if kind in ("Box", "CompressedBox"):
-        shape = tuple(told["shape"])
-        low, high = (_from_bounds(told[name], shape, dtype) for name in ("low", "high"))
+        shape = tuple(spec["shape"])
+        low, high = (_from_bounds(spec[name], shape, dtype) for name in ("low", "high"))
         return (CompressedBox if kind == "CompressedBox" else spaces.Box)(low, high, shape, dtype)
     if kind == "Discrete":
         # Gymnasium 1.0 knows one dtype
         kwargs = {} if dtype is np.int64 else {"dtype": dtype}
-        return spaces.Discrete(told["n"], start=told["start"], **kwargs)
+        return spaces.Discrete(spec["n"], start=spec["start"], **kwargs)
     if kind == "MultiDiscrete":
-        start = np.array(told["start"], dtype)
-        return spaces.MultiDiscrete(np.array(told["nvec"], dtype), dtype=dtype, start=start)
+        start = np.array(spec["start"], dtype)
+        return spaces.MultiDiscrete(np.array(spec["nvec"], dtype), dtype=dtype, start=start)
     if kind == "MultiBinary":
-        return spaces.MultiBinary(told["n"])
+        return spaces.MultiBinary(spec["n"])
     if kind == "Dict":
-        pairs = [(key, _space(sub)) for key, sub in told["spaces"]]
+        pairs = [(key, _space(sub)) for key, sub in spec["spaces"]]
         if not all(isinstance(key, str) for key, _ in pairs) or len(dict(pairs)) < len(pairs):
             raise ValueError("keys of a Dict are no strings, or not different")
         return spaces.Dict(pairs)
     if kind == "Tuple":
-        return spaces.Tuple([_space(sub) for sub in told["spaces"]])
+        return spaces.Tuple([_space(sub) for sub in spec["spaces"]])
     raise ValueError(f"{kind!r} is no kind of space")
 
 
@@ -151,10 +151,10 @@ def generator_to_json(generator: np.random.Generator) -> dict[str, Any]:
     return dict(state)
 
 
-def generator_from_json(told: Any) -> np.random.Generator:
+def generator_from_json(spec: Any) -> np.random.Generator:
     """The generator whose state JSON tells of."""
-    if told["bit_generator"] not in _GENERATORS:
-        raise CorruptDataError(f"{told['bit_generator']!r} is no random generator of replay files")
-    bits = getattr(np.random, told["bit_generator"])(0)
-    bits.state = told
+    if spec["bit_generator"] not in _GENERATORS:
+        raise CorruptDataError(f"{spec['bit_generator']!r} is no random generator of replay files")
+    bits = getattr(np.random, spec["bit_generator"])(0)
+    bits.state = spec
     return np.random.Generator(bits)
