@@ -170,7 +170,7 @@ class ReplayFile(FileReader):
             old, self._connection = self._connection, connection
             self.checkpoint = self.checkpoint._replace(mark=writer.mark)
             self._held = True
-            if old is not None:
+            if old is not None and old is not connection:
                 old.close()
 
         self._check_place()

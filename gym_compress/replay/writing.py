@@ -122,8 +122,8 @@ def writing(
     Args:
         connection: To the file.
         path: The file.
-        publish: Called when all is written, also if that was interrupted just then: what is in memory is to
-            say the same as the file.
+        publish: Called when all is written, so that memory says the same as the file; called again if that
+            was interrupted.
 
     Raises:
         OSError: If the system refuses.
@@ -137,13 +137,13 @@ def writing(
             writer.found = read_mark(connection)
             yield writer
             connection.execute("COMMIT")
+            publish(writer)
         except BaseException:
             _roll_back(connection)
             with suppress(sqlite3.Error):
                 if writer.mark is not None and read_mark(connection) == writer.mark:
                     publish(writer)
             raise
-        publish(writer)
 
 
 @contextmanager
