@@ -1,21 +1,13 @@
-"""Stable-Baselines3's buffers with compressed observations: thin, they hold stores where SB3 holds arrays.
-
-Hand them to an algorithm as ``replay_buffer_class=`` or ``rollout_buffer_class=``. They draw from
-``np.random`` in SB3's order, so every batch, and all that is trained on it, equals SB3's own.
-"""
+"""Stable-Baselines3's replay buffers with compressed observations."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from stable_baselines3.common import buffers
-from stable_baselines3.common.callbacks import CheckpointCallback
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.utils import get_device
 from stable_baselines3.common.vec_env import VecNormalize
@@ -25,52 +17,21 @@ from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY
 from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError
 from gym_compress.replay.checkpoint import COMPRESSION, SavedBuffer
-from gym_compress.replay.store import (
-    ObservationStore,
-    fit_batch,
-    make_store,
-    make_twin,
-    read_pair,
-    read_stores,
-    write_row,
-)
+from gym_compress.replay.store import ObservationStore, fit_batch, read_pair, read_stores, write_row
 from gym_compress.replay.transitions import transition_arrays
+from gym_compress.sb3.common import Sized, with_stores
 from gym_compress.tree import map_leaves
 
 __all__ = [
-    "CheckpointReplayCallback",
     "CompressedDictReplayBuffer",
-    "CompressedDictRolloutBuffer",
     "CompressedHerReplayBuffer",
     "CompressedNStepReplayBuffer",
     "CompressedReplayBuffer",
-    "CompressedRolloutBuffer",
+    "SavedReplay",
 ]
 
 
-class _Compressed:
-    """What all buffers have in common: how much they take."""
-
-    observations: Any
-    next_observations: Any
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that SB3's arrays would take."""
-        return sum(value.nbytes for value in self._values())
-
-    @property
-    def cbytes(self) -> int:
-        """Bytes of the compressed chunks, the references to them, and the arrays."""
-        return sum(getattr(value, "cbytes", value.nbytes) for value in self._values())
-
-    def _values(self) -> list[Any]:
-        values = list(vars(self).values())
-        values += [leaf for value in values if isinstance(value, dict) for leaf in value.values()]
-        return [value for value in values if isinstance(value, (ObservationStore, np.ndarray))]
-
-
-class _CompressedReplay(_Compressed, SavedBuffer, buffers.ReplayBuffer):
+class SavedReplay(Sized, SavedBuffer, buffers.ReplayBuffer):
     """What the replay buffers have in common: stores in the place of arrays."""
 
     def __init__(
@@ -107,7 +68,7 @@ class _CompressedReplay(_Compressed, SavedBuffer, buffers.ReplayBuffer):
             "codec": codec,
             "frames_per_chunk": frames_per_chunk,
         }
-        _replace(self, max(buffer_size // n_envs, 1), self._compression)
+        with_stores(self, max(buffer_size // n_envs, 1), self._compression)
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment, as SB3's does.
@@ -207,7 +168,7 @@ class _CompressedReplay(_Compressed, SavedBuffer, buffers.ReplayBuffer):
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
-class CompressedReplayBuffer(_CompressedReplay):
+class CompressedReplayBuffer(SavedReplay):
     """SB3's ``ReplayBuffer``, hundreds of times smaller for images.
 
     All is as in :class:`stable_baselines3.common.buffers.ReplayBuffer`, with these differences:
@@ -245,7 +206,7 @@ class CompressedReplayBuffer(_CompressedReplay):
         return ReplayBufferSamples(*self._arrays(batch_inds, env))
 
 
-class CompressedNStepReplayBuffer(_CompressedReplay, buffers.NStepReplayBuffer):
+class CompressedNStepReplayBuffer(SavedReplay, buffers.NStepReplayBuffer):
     """SB3's ``NStepReplayBuffer`` with compressed observations.
 
     The arguments are those of :class:`CompressedReplayBuffer` but for ``optimize_memory_usage``, which SB3
@@ -294,7 +255,7 @@ class CompressedNStepReplayBuffer(_CompressedReplay, buffers.NStepReplayBuffer):
         return array if isinstance(array, _Asked) else super().to_torch(array, copy)
 
 
-class CompressedDictReplayBuffer(_CompressedReplay, buffers.DictReplayBuffer):
+class CompressedDictReplayBuffer(SavedReplay, buffers.DictReplayBuffer):
     """SB3's ``DictReplayBuffer``; the images among the observations are compressed.
 
     The arguments are those of :class:`CompressedReplayBuffer` but for ``optimize_memory_usage``, which SB3
@@ -363,74 +324,6 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
         self._current_ep_start[:] = starts
 
 
-class CheckpointReplayCallback(CheckpointCallback):
-    """SB3's ``CheckpointCallback``, with the replay buffer in one replay file that is saved incrementally.
-
-    Every ``save_freq`` calls of ``env.step()`` the model goes to a file of its own, as in SB3, and the replay
-    buffer to ``{save_path}/{name_prefix}.replay``, of which only what changed is written. A process that is
-    killed meanwhile leaves whole files: the last whole checkpoint of the buffer, and models that are whole,
-    since each gets its name when it is. The buffer is saved first, so it is as new as the newest model, or
-    newer. SB3 calls callbacks before it stores a step, so the newest one is not in it.
-
-    Args:
-        save_freq: Calls of ``env.step()`` between two checkpoints; with several environments, each call is a
-            step of all.
-        save_path: The folder, which is made if it is not there.
-        name_prefix: What the files' names begin with.
-        save_vecnormalize: Whether the statistics of ``VecNormalize`` are saved too, in a pickle as in SB3.
-        verbose: 0 for no output, 2 to be told of each checkpoint.
-
-    Raises:
-        TypeError: When training begins, if the algorithm's replay buffer is none of this module's.
-    """
-
-    def __init__(
-        self,
-        save_freq: int,
-        save_path: str,
-        name_prefix: str = "rl_model",
-        *,
-        save_vecnormalize: bool = False,
-        verbose: int = 0,
-    ) -> None:
-        super().__init__(
-            save_freq, save_path, name_prefix, save_vecnormalize=save_vecnormalize, verbose=verbose
-        )
-
-    @property
-    def replay_path(self) -> Path:
-        """The replay file."""
-        return Path(self.save_path, f"{self.name_prefix}.replay")
-
-    def _init_callback(self) -> None:
-        super()._init_callback()
-        buffer = getattr(self.model, "replay_buffer", None)
-        if not isinstance(buffer, _CompressedReplay):
-            raise TypeError(
-                "CheckpointReplayCallback needs replay_buffer_class= with a buffer of gym_compress.sb3, "
-                f"actual: {type(buffer)}"
-            )
-
-    def _on_step(self) -> bool:
-        if self.n_calls % self.save_freq == 0:
-            self.model.replay_buffer.save(self.replay_path)  # type: ignore[attr-defined]
-            if self.verbose >= 2:
-                print(f"Saving checkpoint to {self.replay_path}")  # noqa: T201
-            self._save_whole(self.model.save, self._checkpoint_path(extension="zip"))
-            env = self.model.get_vec_normalize_env()
-            if self.save_vecnormalize and env is not None:
-                self._save_whole(env.save, self._checkpoint_path("vecnormalize_", extension="pkl"))
-        return True
-
-    def _save_whole(self, save: Callable[[str], None], path: str) -> None:
-        """Saves under a name that a file gets when it is whole."""
-        part = f"{path}.part"
-        save(part)
-        os.replace(part, path)
-        if self.verbose >= 2:
-            print(f"Saving checkpoint to {path}")  # noqa: T201
-
-
 class _Asked:
     """In the place of a store, notes which places are asked for."""
 
@@ -441,83 +334,6 @@ class _Asked:
     def __getitem__(self, places: Any) -> _Asked:
         self.places = (self._store, *places)
         return self
-
-
-class _CompressedRollout(_Compressed, buffers.RolloutBuffer):
-    """What the rollout buffers have in common: stores in the place of arrays, made anew for each rollout."""
-
-    def __init__(
-        self,
-        *args: Any,
-        stack_size: int | str = "auto",
-        stack_axis: int = 0,
-        codec: str | Codec = "auto",
-        frames_per_chunk: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._compression = {
-            "stack_size": stack_size,
-            "stack_axis": stack_axis,
-            "codec": codec,
-            "frames_per_chunk": frames_per_chunk,
-        }
-        super().__init__(*args, **kwargs)
-
-    def reset(self) -> None:
-        """Empties the buffer."""
-        rows = self.buffer_size
-        if rows < 1 or self.n_envs < 1:
-            raise ValueError(f"buffer_size and n_envs are at least 1, got {rows} and {self.n_envs}")
-        try:
-            self.buffer_size = 1
-            super().reset()
-        finally:
-            self.buffer_size = rows
-        _replace(self, rows, self._compression)
-
-    @staticmethod
-    def swap_and_flatten(arr: Any) -> Any:
-        """``[steps, envs, ...]`` as ``[envs * steps, ...]``; of a store, a view that gathers."""
-        if isinstance(arr, ObservationStore):
-            return arr.flattened()
-        return buffers.BaseBuffer.swap_and_flatten(arr)
-
-
-class CompressedRolloutBuffer(_CompressedRollout):
-    """SB3's ``RolloutBuffer`` with compressed observations.
-
-    The arguments are SB3's, and ``stack_size``, ``stack_axis``, ``codec`` and ``frames_per_chunk`` as in
-    :class:`CompressedReplayBuffer`.
-    """
-
-
-class CompressedDictRolloutBuffer(_CompressedRollout, buffers.DictRolloutBuffer):
-    """SB3's ``DictRolloutBuffer``; the images among the observations are compressed.
-
-    The arguments are those of :class:`CompressedRolloutBuffer`.
-    """
-
-
-def _replace(buffer: Any, rows: int, compression: dict[str, Any]) -> None:
-    """Gives a buffer of one row, as SB3 made it, all its rows, and stores where images are kept."""
-    space, shape = buffer.observation_space, buffer.obs_shape
-    buffer.buffer_size = rows
-    for name, value in list(vars(buffer).items()):
-        if isinstance(value, np.ndarray) and "observations" not in name:
-            setattr(buffer, name, np.zeros((rows, *value.shape[1:]), value.dtype))
-
-    def store(leaf: spaces.Space[Any], leaf_shape: tuple[int, ...]) -> Any:
-        kept = make_store(rows, buffer.n_envs, leaf, **compression)
-        if isinstance(kept, ObservationStore):
-            return kept
-        return np.zeros((rows, buffer.n_envs, *leaf_shape), leaf.dtype)
-
-    if isinstance(space, spaces.Dict):
-        buffer.observations = {key: store(leaf, shape[key]) for key, leaf in space.spaces.items()}
-    else:
-        buffer.observations = store(space, shape)
-    if hasattr(buffer, "next_observations"):
-        buffer.next_observations = map_leaves(make_twin, buffer.observations)
 
 
 def _fit(store: Any, batch: Any) -> Any:
