@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,7 +103,7 @@ def _faults(path: Path, advance: Callable[[int, int], object]) -> Iterator[str]:
                 yield f"Blob {chunk.id} of {path} cannot be decoded: {error}"
         with refusing(f"The settings of {path} are not valid"):
             blocks = [
-                (_line(name), id_, expected)
+                (_line(name), operator.index(id_), expected)
                 for name, spec in settings["arrays"].items()
                 for id_, expected in spec["blocks"]
             ]

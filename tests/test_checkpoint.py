@@ -1,6 +1,7 @@
 """Saving and loading buffers: what a loaded one holds, what is written, and what holds a file."""
 
 import copy
+import linecache
 import pickle
 import shutil
 import sqlite3
@@ -19,7 +20,18 @@ from gym_compress import CompressedFrameStack, CompressedReplayBuffer, CompressO
 from gym_compress.chunk import Chunk
 from gym_compress.errors import GymCompressError
 from tests.envs import AnyEnv, MovingSquare, assert_same, play
-from tests.replays import ACTIONS, MIXED, STACKS, assert_equal, assert_holds, everything, feed, made
+from tests.replays import (
+    ACTIONS,
+    MIXED,
+    STACKS,
+    assert_equal,
+    assert_holds,
+    everything,
+    feed,
+    forge,
+    made,
+    transition,
+)
 
 load = CompressedReplayBuffer.load
 
@@ -485,6 +497,24 @@ def test_an_error_at_any_statement_leaves_file_and_buffer_in_step(tmp_path, monk
     buffer.close()
 
 
+def interrupting(left):
+    """A function for ``sys.settrace`` that raises KeyboardInterrupt at a line of replay memory."""
+
+    def trace(frame, event, arg):
+        nonlocal left
+        name = frame.f_code.co_filename
+        if "gym_compress/replay" not in name:
+            return None
+        # where a block is left, a function raises that no signal could: the block is not told
+        leaves = linecache.getline(name, frame.f_lineno).lstrip().startswith("with ")
+        left -= event == "line" and not leaves
+        if left == 0 and event == "line" and not leaves:
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
 @pytest.mark.parametrize("kind", ["memory", "path"])
 def test_what_an_interrupted_add_leaves_can_be_saved(tmp_path, kind):
     """Ctrl+C at any line, then save: the file can be loaded, and holds what the buffer holds."""
@@ -492,18 +522,6 @@ def test_what_an_interrupted_add_leaves_can_be_saved(tmp_path, kind):
         0, rows=60, n_envs=2, space=STACKS, path=tmp_path / "own.replay" if kind == "path" else None
     )
     path, interrupted = tmp_path / "a.replay", 0
-
-    def interrupting(left):
-        def trace(frame, event, arg):
-            nonlocal left
-            if "gym_compress/replay" not in frame.f_code.co_filename:
-                return None
-            left -= event == "line"
-            if left == 0:
-                raise KeyboardInterrupt
-            return trace
-
-        return trace
 
     for lines in range(1, 260):
         step = 3 * lines
@@ -526,6 +544,49 @@ def test_what_an_interrupted_add_leaves_can_be_saved(tmp_path, kind):
         feed(buffer, range(step + 1, step + 3))
     assert interrupted > 150
     buffer.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "path"])
+def test_what_an_interrupted_reset_leaves_can_be_saved(tmp_path, kind):
+    buffer = made(0, rows=30, space=MIXED, path=tmp_path / "own.replay" if kind == "path" else None)
+    path, interrupted = tmp_path / "a.replay", 0
+    for lines in range(1, 60):
+        feed(buffer, range(lines * 10, lines * 10 + 20))
+        buffer.save(path)
+        before = sys.gettrace()
+        sys.settrace(interrupting(lines))
+        try:
+            buffer.reset()
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(before)
+        buffer.save(path)
+        assert_same(everything(load(path, device=None)), everything(buffer))
+        if lines % 2:
+            buffer.reset()
+            assert buffer.size() == 0
+    assert interrupted > 20
+    buffer.close()
+
+
+def test_a_damaged_chunk_does_not_keep_others_from_being_added(tmp_path):
+    """Whether the newest row follows cannot be told then; whoever samples the chunk is told that it is damaged."""
+    path = tmp_path / "a.replay"
+    made(60, rows=60, n_envs=1, space=STACKS).save(path)
+    forge(path, lambda told, arrays, database: None)
+    with sqlite3.connect(path) as database:
+        database.execute(
+            "UPDATE blobs SET data = x'00' WHERE id = (SELECT id FROM chunks ORDER BY first DESC LIMIT 1)"
+        )
+    database.close()
+    with load(path, device=None, lazy=True) as lazy:
+        feed(lazy, range(70, 75))
+        assert lazy.pos == 5
+        assert lazy._ends[59]
+        assert_same(lazy.get(range(5)).rewards[:, 0], np.arange(70, 75, dtype=np.float32))
+        with pytest.raises(CorruptDataError):
+            lazy.get([59])
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -731,8 +792,6 @@ def test_ends_of_sequences_are_found_out_where_a_file_lacks_them(tmp_path):
     )
     feed(buffer, range(56, 60))
     buffer.save(tmp_path / "a.replay")
-    from tests.replays import forge
-
     forge(
         tmp_path / "a.replay", lambda told, arrays, database: (told["arrays"].pop("ends"), arrays.pop("ends"))
     )
@@ -741,8 +800,6 @@ def test_ends_of_sequences_are_found_out_where_a_file_lacks_them(tmp_path):
 
 def _strange():
     """A step that does not follow the one before."""
-    from tests.replays import transition
-
     return transition(1000, 2)
 
 

@@ -293,6 +293,7 @@ ATTACKS = {
     "references without a limit": lambda told, arrays, database: _many_odd(told),
     "blocks that are missing": _set("arrays", "actions", "blocks", value=[]),
     "a block that is not there": _set("arrays", "actions", "blocks", value=[[9999, 0]]),
+    "a block that is a list": _set("arrays", "actions", "blocks", value=[[[1], 2]]),
     "blocks of three": _set("arrays", "actions", "blocks", value=[[1, 2, 3]]),
     "blocks that are a number": _set("arrays", "actions", "blocks", value=7),
     "a block of another kind": _set("arrays", "actions", "blocks", value=[["x", None]]),

@@ -223,9 +223,9 @@ class CompressedReplayBuffer(SavedBuffer):
             store.clear() if isinstance(store, ObservationStore) else store.fill(0)
 
         with self._lock:
-            map_leaves(clear, self.observations)
-            map_leaves(clear, self.next_observations)
             self.pos, self.full = 0, False
+            map_leaves(clear, self.next_observations)
+            map_leaves(clear, self.observations)
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ import os
 from array import array
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -23,7 +24,7 @@ from gym_compress.replay.slicing import Slicing
 from gym_compress.replay.store import ObservationStore, is_image
 from gym_compress.replay.stream import Stream
 from gym_compress.replay.transitions import action_dim
-from gym_compress.replay.writing import Writer, saving_to
+from gym_compress.replay.writing import Writer, close_saved, open_to_save, writing
 from gym_compress.tree import map_leaves, map_space
 
 __all__ = ["COMPRESSION", "SavedBuffer"]
@@ -70,7 +71,10 @@ class SavedBuffer:
 
         Raises:
             FileExistsError: If there is a file already, and no replay file.
-            OSError: If the system refuses, as when the disk is full. File and buffer are as they were.
+            OSError: If the system refuses, as when the disk is full. File and buffer are as they were; a file
+                that was not there may be left, without a checkpoint.
+            GymCompressError: If another buffer has written to the file that holds the chunks, or this is a
+                process forked from the one that opened it.
             CorruptDataError: If the file is damaged.
             ValueError: If there is no path and no file, or something is too large for a file.
             TypeError: If a file cannot hold a space of this kind.
@@ -82,8 +86,11 @@ class SavedBuffer:
                 self._settle()
                 self._drop_evicted(file)
                 known = file.checkpoint
-                with file.saving(lambda writer: self._publish(ids)) as writer:
-                    ids = self._write(writer, settings, known)
+                try:
+                    with file.saving(lambda writer: self._publish(ids)) as writer:
+                        ids = self._write(writer, settings, known)
+                finally:
+                    file.end_transaction()
                 return
             if path is None:
                 raise ValueError("Expected a path, since this buffer is in memory and holds no file")
@@ -94,15 +101,21 @@ class SavedBuffer:
                     self._publish(ids)
                     self._checkpoint = writer.checkpoint
 
-            with saving_to(path, publish) as writer:
-                known = self._checkpoint if file is None else Checkpoint()
-                if known.mark and known.mark == writer.found:
-                    writer.go_on(known)
-                    writer.delete(id_ for stream in self._streams() for id_ in stream.evicted)
-                else:
-                    writer.clear()
-                    known = Checkpoint()
-                ids = self._write(writer, settings, known)
+            saved = False
+            connection = open_to_save(path)
+            try:
+                with writing(connection, Path(path), publish) as writer:
+                    known = self._checkpoint if file is None else Checkpoint()
+                    if known.mark and known.mark == writer.found:
+                        writer.go_on(known)
+                        writer.delete(id_ for stream in self._streams() for id_ in stream.evicted)
+                    else:
+                        writer.clear()
+                        known = Checkpoint()
+                    ids = self._write(writer, settings, known)
+                saved = True
+            finally:
+                close_saved(connection, path, saved)
 
     def _checked_settings(self) -> dict[str, Any]:
         """The settings; an error if they could not be saved, or loaded again."""

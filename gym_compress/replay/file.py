@@ -14,7 +14,7 @@ from gym_compress.chunk import Chunk
 from gym_compress.errors import GymCompressError
 from gym_compress.replay.format import Checkpoint, connect, errors_of, read_mark
 from gym_compress.replay.reading import FileReader, StoredChunk
-from gym_compress.replay.writing import Row, Writer, chunk_row, open_to_save, writing
+from gym_compress.replay.writing import Row, Writer, chunk_row, open_to_save, roll_back, writing
 
 __all__ = ["ReplayFile"]
 
@@ -102,10 +102,18 @@ class ReplayFile(FileReader):
         """
         self._hold()
         reached = self.checkpoint.next_id
-        with self._writing(self._publish_flush) as writer:
-            writer.insert(self._waiting.values())
-            writer.delete([id_ for id_ in self._dropped if id_ >= reached])
-            writer.set_mark(writer.found[0] if writer.found else 0)
+        try:
+            with self._writing(self._publish_flush) as writer:
+                writer.insert(self._waiting.values())
+                writer.delete([id_ for id_ in self._dropped if id_ >= reached])
+                writer.set_mark(writer.found[0] if writer.found else 0)
+        finally:
+            self.end_transaction()
+
+    def end_transaction(self) -> None:
+        """Ends a transaction that an interrupted context manager may have left open."""
+        if self._held and self._connection is not None:
+            roll_back(self._connection)
 
     def _publish_flush(self, writer: Writer) -> None:
         self.checkpoint = self.checkpoint._replace(mark=writer.mark)
@@ -129,6 +137,7 @@ class ReplayFile(FileReader):
                 writer.delete(self._dropped)
                 yield writer
         finally:
+            self.end_transaction()
             self._pragma("synchronous = NORMAL")
         with suppress(OSError):  # then the next one does
             self._pragma("wal_checkpoint(PASSIVE)")
@@ -179,7 +188,7 @@ class ReplayFile(FileReader):
             with errors_of(self.path):
                 for pragma in ("secure_delete = OFF", "synchronous = NORMAL", f"wal_autocheckpoint = {_WAL}"):
                     connection.execute(f"PRAGMA {pragma}")
-            self._set_up(connection)
+                self._set_up(connection)
             with writing(connection, self.path, publish) as writer:
                 if writer.found != self.checkpoint.mark:
                     raise GymCompressError(

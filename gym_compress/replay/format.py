@@ -191,7 +191,7 @@ def errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in _OF_THE_SYSTEM:
             raise OSError(f"{path}: {error}") from error
-        if isinstance(error, sqlite3.ProgrammingError | sqlite3.IntegrityError):
+        if isinstance(error, sqlite3.ProgrammingError):
             raise  # a fault of this package's
         raise CorruptDataError(f"{path} is no replay file, or damaged: {error}") from error
     except UnicodeDecodeError as error:  # of a message of SQLite's, which quotes the file

@@ -170,11 +170,12 @@ class ObservationStore:
                 self.streams[env].release(released)
 
     def clear(self) -> None:
-        """Empties this store, and the streams that it shares with twins: clear these as well."""
-        for stream in self.streams:
-            stream.clear()
+        """Empties this store, and, if it is no twin, the streams that its twins share: clear these before."""
         self._references.fill(_EMPTY)
         self._odd.clear()
+        if not self._is_twin:
+            for stream in self.streams:
+                stream.clear()
 
     def follows(self, twin: ObservationStore, before: int, row: int) -> NDArray[np.bool_]:
         """Whether what stands in a row is, bit for bit, what stands in an earlier row of a twin.
@@ -186,7 +187,10 @@ class ObservationStore:
         pairs = zip(ours, theirs, strict=True)
         same = np.array([self._odd.get(a, a) == twin._odd.get(b, b) for a, b in pairs])
         for env in np.flatnonzero(~same):  # equal values may be kept twice
-            kept = self[row, env : env + 1], twin[before, env : env + 1]
+            try:
+                kept = self[row, env : env + 1], twin[before, env : env + 1]
+            except (CorruptDataError, OSError):  # of a file: whoever samples it is told
+                continue
             same[env] = kept[0].tobytes() == kept[1].tobytes()
         return same
 

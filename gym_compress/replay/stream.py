@@ -49,29 +49,30 @@ class Stream:
             frames_per_chunk=frames_per_chunk * slicing.slices_per_frame,
             keep=slicing.count,
         )
-        self._chunks: list[Chunk | StoredChunk | None] = []
-        self.ids = array("q")  # what a file knows each chunk by, 0 if it does not
         self.evicted: list[int] = []  # what a file knows those by that are gone
         self._shelf: Callable[[int, Chunk], StoredChunk] | None = None
         self._waiting: list[int] = []  # the first numbers of chunks that are not on the shelf yet
+        self.ids = array("q")  # what a file knows each chunk by, 0 if it does not
+        self._chunks: list[Chunk | StoredChunk | None]
+        self._firsts: array[int]  # where the range of each chunk begins
+        self._users: array[int]  # how many references lead to each chunk
+        self._adopted: dict[Chunk | StoredChunk, _Adopted]  # the chunks that wrappers write
+        self._gone: int  # how many chunks at the front of the lists are gone
+        self._end: int
+        self._own: Chunk | None  # the chunk that is being written, which the newest row refers to
+        self._own_first: int  # where its range begins
+        self._last: NDArray[Any] | None  # the bits of the newest observation, if it came as an array
+        self._numbers: list[int]  # their numbers
+        self._shift: int  # by how many slices observations moved on last
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all observations."""
-        self.evicted.extend(id_ for id_ in self.ids if id_)
-        self._waiting.clear()
-        self._chunks = []
-        self.ids = array("q")
-        self._firsts = array("q")  # where the range of each chunk begins
-        self._users = array("q")  # how many references lead to each chunk
-        self._adopted: dict[Chunk | StoredChunk, _Adopted] = {}  # the chunks that wrappers write
-        self._gone = 0  # how many chunks at the front of the lists are gone
-        self._end = 1
-        self._own: Chunk | None = None  # the chunk that is being written, which the newest row refers to
-        self._own_first = 0  # where its range begins
-        self._last: NDArray[Any] | None = None  # the bits of the newest observation, if it came as an array
-        self._numbers: list[int] = []  # their numbers
-        self._shift = 1  # by how many slices observations moved on last
+        """Forgets all observations, to which no reference may lead any more."""
+        self.evicted.extend([id_ for id_ in self.ids if id_])
+        fresh: dict[str, Any] = {"_chunks": [], "_adopted": {}, "_waiting": [], "_numbers": []}
+        fresh |= {name: array("q") for name in ("ids", "_firsts", "_users")}
+        fresh |= {"_gone": 0, "_end": 1, "_own": None, "_own_first": 0, "_last": None, "_shift": 1}
+        self.__dict__.update(fresh)  # at once
 
     @property
     def cbytes(self) -> int:
@@ -195,12 +196,12 @@ class Stream:
         chunk = self._chunks[index]
         if self._users[index] or chunk is None or chunk is self._own:
             return
-        if self.ids[index]:
-            self.evicted.append(self.ids[index])
-            self.ids[index] = 0
+        self._adopted.pop(chunk, None)
+        id_, self.ids[index] = self.ids[index], 0
+        if id_:
+            self.evicted.append(id_)
         if self._firsts[index] in self._waiting:
             self._waiting.remove(self._firsts[index])
-        self._adopted.pop(chunk, None)
         self._chunks[index] = None
         while self._gone < len(self._chunks) and self._chunks[self._gone] is None:
             self._gone += 1

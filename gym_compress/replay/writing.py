@@ -43,7 +43,7 @@ from gym_compress.replay.format import (
     signed,
 )
 
-__all__ = ["Row", "Writer", "chunk_row", "open_to_save", "saving_to", "writing"]
+__all__ = ["Row", "Writer", "chunk_row", "close_saved", "open_to_save", "roll_back", "writing"]
 
 _BATCH = 128  # chunks that are inserted together
 
@@ -99,7 +99,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         check_schema(connection, path)
         connection.execute("COMMIT")
     except BaseException:
-        _roll_back(connection)
+        roll_back(connection)
         raise
     connection.execute(SET_CACHE)
     if read_mark(connection):
@@ -107,7 +107,8 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     # else nobody reads it yet, and the first checkpoint is quicker written without
 
 
-def _roll_back(connection: sqlite3.Connection) -> None:
+def roll_back(connection: sqlite3.Connection) -> None:
+    """Ends a transaction that is open, if there is one."""
     if connection.in_transaction:
         with suppress(sqlite3.OperationalError):  # some errors roll back by themselves
             connection.execute("ROLLBACK")
@@ -139,27 +140,21 @@ def writing(
             connection.execute("COMMIT")
             publish(writer)
         except BaseException:
-            _roll_back(connection)
+            roll_back(connection)
             with suppress(sqlite3.Error):
                 if writer.mark is not None and read_mark(connection) == writer.mark:
                     publish(writer)
             raise
 
 
-@contextmanager
-def saving_to(path: str | os.PathLike[str], publish: Callable[[Writer], object]) -> Iterator[Writer]:
-    """A transaction of a file that is open for it alone; see :func:`open_to_save` and :func:`writing`."""
-    path = Path(path).absolute()
-    connection = open_to_save(path)
-    try:
-        with writing(connection, path, publish) as writer:
-            yield writer
-        with suppress(sqlite3.OperationalError):  # then whoever comes next does
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-    finally:
-        with errors_of(path):
-            connection.close()
+def close_saved(connection: sqlite3.Connection, path: str | os.PathLike[str], saved: bool) -> None:
+    """Closes what :func:`open_to_save` opened. A transaction that is open is rolled back."""
+    with errors_of(path):
+        if saved:
+            with suppress(sqlite3.OperationalError):  # then whoever comes next does
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        connection.close()
 
 
 def chunk_row(id_: int, stream: int, first: int, chunk: Any) -> Row:

@@ -123,9 +123,9 @@ class SavedReplay(Sized, SavedBuffer, buffers.ReplayBuffer):
             if isinstance(store, ObservationStore):
                 store.clear()
 
-        map_leaves(clear, self.observations)
-        map_leaves(clear, self.next_observations)
         super().reset()
+        map_leaves(clear, self.next_observations)
+        map_leaves(clear, self.observations)
 
     def _fitted(self, obs: Any, next_obs: Any, *rest: Any) -> Any:
         """A transition as it can be written; an error if it cannot."""
