@@ -70,7 +70,7 @@ class CompressedReplayBuffer(SavedBuffer):
         frames_per_chunk: Frames compressed together, or ``None`` to choose by their size.
         seed: Seeds the generator that draws samples.
         path: A replay file to be made, in which compressed chunks are from the start; memory holds the rest,
-            about 60 bytes a transition. For frames that exceed memory. :meth:`save` makes a checkpoint;
+            about 65 bytes a transition. For frames that exceed memory. :meth:`save` makes a checkpoint;
             :meth:`close` it in the end, or use ``with``.
 
     Raises:

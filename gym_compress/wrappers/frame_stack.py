@@ -90,16 +90,14 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
             env: The environment; its observation space is a Box, Dict or Tuple.
             stack_size: How many observations are stacked.
             padding_type: What fills a stack after a reset: ``"reset"`` for the first observation, ``"zero"``
-                for a
-                zero-like instance of the observation space, or an observation.
+                for a zero-like instance of the observation space, or an observation.
             codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``.
             frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
 
         Raises:
             TypeError: If ``stack_size`` is no integer, or the observation space is of another kind.
             ValueError: If ``stack_size`` is below 1, ``padding_type`` is neither a known word nor an instance
-                of the
-                observation space, the codec is unknown, or ``frames_per_chunk`` is below 1.
+                of the observation space, the codec is unknown, or ``frames_per_chunk`` is below 1.
         """
         gym.utils.RecordConstructorArgs.__init__(
             self,
