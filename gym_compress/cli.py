@@ -132,12 +132,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _bars(transient: bool = False) -> Progress:
+    """Progress bars on stderr, if that is a terminal."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    stderr = Console(stderr=True)
+    return Progress(*columns, console=stderr, disable=not stderr.is_terminal, transient=transient)
+
+
 @contextmanager
 def _progress(description: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal; gives what is to be called with how much is done, and of how much."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    stderr = Console(stderr=True)
-    with Progress(*columns, console=stderr, disable=not stderr.is_terminal, transient=True) as progress:
+    with _bars(transient=True) as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
@@ -185,7 +190,8 @@ def _convert(args: argparse.Namespace) -> int:
         convert = to_npz
     else:
         raise GymCompressError(
-            f"Expected an IN that is .npy, .npz or .pkl, or an OUT that is .npz, got {args.out}"
+            "Expected IN to be .npy, .npz or .pkl, or, for a replay file IN, OUT to be .npz, "
+            f"got {args.source} and {args.out}"
         )
     if convert is not to_npz and args.out.suffix.lower() in (".npy", ".npz", ".pkl", ".pickle"):
         raise GymCompressError(f"Expected a name for a replay file, such as memory.replay, got {args.out}")
@@ -214,11 +220,9 @@ def _compare(args: argparse.Namespace) -> int:
             raise CompareError(f"{path} cannot be written: it is a folder, or its folder is not there")
     check_machine()
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     env = make_env(args.env_id)
     image_places(env.observation_space)
-    stderr = Console(stderr=True)
-    with env, Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
+    with env, _bars() as progress:
         task = progress.add_task(f"recording {args.env_id}", total=args.steps)
         recording = record(env, args.steps, args.seed, lambda: progress.advance(task))
         measured = progress.add_task("measuring", total=None)

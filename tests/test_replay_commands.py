@@ -313,7 +313,7 @@ def test_what_cannot_be_converted(path, tmp_path, capsys):
         noise.write_bytes(b"noise")
     for arguments, message in (
         ((frames, path), "already"),
-        ((path, tmp_path / "b.replay"), "Expected an IN"),
+        ((path, tmp_path / "b.replay"), f"got {path} and {tmp_path}"),
         ((tmp_path / "none.npy", tmp_path / "b.replay"), "none.npy"),
         ((tmp_path / "none.replay", tmp_path / "b.npz"), "There is no file"),
         ((tmp_path / "n.npy", tmp_path / "b.replay"), "no file of NumPy's"),

@@ -226,14 +226,13 @@ class SavedBuffer:
         chunks = list(file.stored_chunks(table) if lazy else file.read_chunks(table))
         order = np.lexsort((table.firsts, table.streams))
         ends = np.searchsorted(table.streams[order], np.arange(len(streams) + 1))
-        numbers = iter(range(len(streams)))
-        for store, twin in self._pairs():
-            for env, stream in enumerate(store.streams):
-                number = next(numbers)
-                own = order[ends[number] : ends[number + 1]]
-                references = (kept.references(self._filled(), env) for kept in (store, twin))
-                runs, odd = map(np.concatenate, zip(*references, strict=True))
-                stream.restore([chunks[i] for i in own], table.ids[own], table.firsts[own], runs, odd)
+        kept = [(pair, env) for pair in self._pairs() for env in range(self.n_envs)]
+        for number, (pair, env) in enumerate(kept):
+            own = order[ends[number] : ends[number + 1]]
+            references = (store.references(self._filled(), env) for store in pair)
+            runs, odd = map(np.concatenate, zip(*references, strict=True))
+            owned = [chunks[i] for i in own]
+            streams[number].restore(owned, table.ids[own], table.firsts[own], runs, odd)
 
     def _filled(self) -> int:
         """The number of rows that are filled."""

@@ -133,7 +133,6 @@ class ReplayFile(FileReader):
         self._pragma("synchronous = FULL")
         try:
             with self._writing(publish_all) as writer:
-                writer.next_id = self._next
                 writer.delete(self._dropped)
                 yield writer
         finally:

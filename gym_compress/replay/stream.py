@@ -206,7 +206,7 @@ class Stream:
         while self._gone < len(self._chunks) and self._chunks[self._gone] is None:
             self._gone += 1
 
-    def locate(self, first: int, count: int, to: int, wanted: dict[Chunk | StoredChunk, list[Piece]]) -> None:
+    def locate(self, first: int, count: int, to: int, wanted: Wanted) -> None:
         """Notes which bytes of which chunks hold slices that follow each other.
 
         Args:
