@@ -1,6 +1,6 @@
 """Compressed observations for reinforcement learning on images: small in memory, quick to read, lossless."""
 
-from gym_compress.batch import decompress_batch
+from gym_compress.batch import CompressedBatch, decompress_batch
 from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.observation import CompressedBox, CompressedObservation
@@ -11,6 +11,7 @@ __all__ = [
     "Codec",
     "CompressObservation",
     "CompressedAtariPreprocessing",
+    "CompressedBatch",
     "CompressedBox",
     "CompressedFrameStack",
     "CompressedObservation",

@@ -1,17 +1,99 @@
-"""Many observations at once: each chunk is decoded once, and every frame is copied straight to its place."""
+"""Many observations at once: each chunk is decoded once, and every frame is copied straight to its place.
+
+``CompressedBatch`` is what a vector environment's step gives, ``decompress_batch`` reads a list of
+observations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Set
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gym_compress.array_like import ArrayLike
 from gym_compress.chunk import Chunk, Piece, read_pieces
-from gym_compress.observation import CompressedObservation
+from gym_compress.observation import CompressedObservation, Layout
 
-__all__ = ["decompress_batch"]
+__all__ = ["CompressedBatch", "decompress_batch"]
+
+
+class CompressedBatch(ArrayLike):
+    """The observations of several environments, as a vector environment gives them at a step.
+
+    It is immutable and behaves as an array of shape ``(num_envs, *observation)`` where reading is meant.
+    ``batch[i]`` and iteration give :class:`gym_compress.CompressedObservation`; every other index gives what
+    NumPy gives of the array. To put another observation in the place of one, as with ``final_obs``, make a
+    list of it: ``observations = list(batch)``. Replay memory takes either.
+
+    :func:`gym_compress.decompress_batch` of a list of batches gives an array of ``(time, env, ...)``.
+
+    Example:
+        >>> import gymnasium as gym
+        >>> from gym_compress.wrappers.vector import CompressObservation
+        >>> envs = CompressObservation(gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync"))
+        >>> obs, info = envs.reset(seed=123)
+        >>> obs.shape, len(obs), obs[1].shape
+        ((3, 4), 3, (4,))
+        >>> envs.close()
+    """
+
+    __slots__ = ("_layouts", "_sources")
+
+    def __init__(self, observations: Iterable[CompressedObservation]) -> None:
+        """Made by wrappers; not meant to be called.
+
+        Args:
+            observations: At least one, all of one shape and dtype.
+        """
+        pairs = [(observation._source, observation._layout) for observation in observations]
+        sources, layouts = zip(*pairs, strict=True)
+        self._sources: tuple[Chunk | tuple[Chunk, ...], ...] = sources
+        self._layouts: tuple[Layout, ...] = _shared(layouts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array, ``(num_envs, *observation)``."""
+        return (len(self._layouts), *self._layouts[0].shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the array, in native byte order."""
+        return self._layouts[0].dtype
+
+    def __iter__(self) -> Iterator[CompressedObservation]:
+        """The observation of each environment."""
+        return map(CompressedObservation, self._sources, self._layouts)
+
+    def __getitem__(self, key: Any) -> Any:
+        """The observation of an environment; or, with another key than an integer, what NumPy gives."""
+        try:
+            env = operator.index(key)
+        except TypeError:
+            return np.asarray(self)[key]
+        return CompressedObservation(self._sources[env], self._layouts[env])
+
+    def _pieces(self) -> Iterator[tuple[Chunk, Piece]]:
+        nbytes = self._layouts[0].nbytes
+        for env, observation in enumerate(self):
+            base = env * nbytes
+            for chunk, (to, to_end, start, end) in observation._pieces():
+                yield chunk, (base + to, base + to_end, start, end)
+
+    def _is(self, other: CompressedBatch) -> bool:
+        return len(self) == len(other) and all(map(CompressedObservation._is, self, other))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompressedBatch, (list(self),)
+
+
+@lru_cache(maxsize=512)
+def _shared(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    """The same tuple for the same layouts, which come again as chunks are filled."""
+    return layouts
 
 
 def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
@@ -22,8 +104,8 @@ def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
 
     Args:
         observations: A list, tuple or object array of observations of one space:
-            :class:`CompressedObservation`, arrays, numbers, or dicts and tuples of these, nested as Dict and
-            Tuple spaces nest them.
+            :class:`CompressedObservation`, :class:`CompressedBatch`, arrays, numbers, or dicts and tuples of
+            these, nested as Dict and Tuple spaces nest them.
         out: Where to write: a C-contiguous array of exactly the result's shape and dtype, in native byte
             order
             (of a torch tensor, its ``.numpy()``); for dicts and tuples, a dict or tuple of such arrays.
@@ -128,7 +210,7 @@ def _destination(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDAr
 
 
 def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> NDArray[Any]:
-    first = batch[0] if isinstance(batch[0], CompressedObservation) else np.asarray(batch[0])
+    first = batch[0] if isinstance(batch[0], ArrayLike) else np.asarray(batch[0])
     shape, dtype, nbytes = first.shape, first.dtype.newbyteorder("="), first.nbytes
     wanted: dict[Chunk, list[Piece]] = {}
     arrays: dict[int, NDArray[Any]] = {}
@@ -148,6 +230,11 @@ def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> ND
                     wanted[chunk].append(piece)
                 else:
                     wanted[chunk] = [piece]
+        elif type(observation) is CompressedBatch:
+            if observation.shape != shape or observation.dtype != dtype:
+                raise ValueError(_differs(name, i, shape, dtype, observation))
+            for chunk, (to, to_end, start, end) in observation._pieces():
+                wanted.setdefault(chunk, []).append((base + to, base + to_end, start, end))
         else:
             array = np.asarray(observation)
             if array.dtype.hasobject:

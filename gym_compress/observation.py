@@ -12,9 +12,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_differing_spaces
-from numpy.typing import DTypeLike, NDArray
 
-from gym_compress.chunk import Chunk, Piece, read_pieces
+from gym_compress.array_like import ArrayLike
+from gym_compress.chunk import Chunk, Piece
 from gym_compress.codec import Codec, resolve_codec
 from gym_compress.errors import CorruptDataError
 
@@ -86,7 +86,7 @@ def _stacked_layout(layouts: tuple[Layout, ...], places: tuple[tuple[int, ...], 
     return layout_of((len(layouts), *first.shape), first.dtype, segments)
 
 
-class CompressedObservation:
+class CompressedObservation(ArrayLike):
     """An observation whose frames are kept compressed, shared with its neighbours.
 
     It is immutable and behaves as an array where reading is meant (it has no arithmetic): NumPy, PyTorch and
@@ -178,89 +178,22 @@ class CompressedObservation:
         """The dtype of the array, in native byte order."""
         return self._layout.dtype
 
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions of the array."""
-        return len(self._layout.shape)
+    def _pieces(self) -> Iterator[tuple[Chunk, Piece]]:
+        chunks = self._chunks()
+        for which, piece in self._layout.pieces:
+            yield chunks[which], piece
 
-    @property
-    def size(self) -> int:
-        """The number of elements of the array."""
-        return self._layout.nbytes // self._layout.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return self._layout.nbytes
-
-    @property
-    def cbytes(self) -> int:
-        """Bytes of this observation's frames in their chunks, rounded up: raw bytes while a chunk is open.
-
-        A frame counts in each observation that it is part of; sums over a stream therefore exceed what is
-        resident.
-        """
-        share = 0.0
-        for chunk, _, nbytes in self._segments():
-            share += nbytes * (chunk.cbytes / chunk.nbytes if chunk.sealed else 1.0)
-        return int(np.ceil(share))
+    def _is(self, other: CompressedObservation) -> bool:
+        return self._source is other._source and self._layout is other._layout
 
     def _segments(self) -> Iterator[tuple[Chunk, int, int]]:
         """The runs of bytes that make the array up: their chunk, first byte in it, and number of bytes."""
-        chunks = self._chunks()
-        for which, (_, _, start, end) in self._layout.pieces:
-            yield chunks[which], start, end - start
+        for chunk, (_, _, start, end) in self._pieces():
+            yield chunk, start, end - start
 
     def _chunks(self) -> tuple[Chunk, ...]:
         source = self._source
         return (source,) if isinstance(source, Chunk) else source
-
-    def __len__(self) -> int:
-        shape = self._layout.shape
-        if not shape:
-            raise TypeError("len() of an observation without dimensions")
-        return shape[0]
-
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """Decodes into a new array.
-
-        Raises:
-            ValueError: If ``copy`` is False, since an array cannot be had without writing one.
-        """
-        if copy is False:
-            raise ValueError("A compressed observation cannot be turned into an array without a copy")
-        layout = self._layout
-        out: NDArray[Any] = np.empty(layout.shape, layout.dtype)
-        if layout.nbytes:
-            chunks = self._chunks()
-            wanted: dict[Chunk, list[Piece]] = {}
-            for which, piece in layout.pieces:
-                wanted.setdefault(chunks[which], []).append(piece)
-            read_pieces(wanted.items(), out.reshape(-1).view(np.uint8).data)
-        return out if dtype is None else out.astype(dtype, copy=False)
-
-    def __dlpack__(
-        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
-    ) -> Any:
-        """Decodes into a new array in the CPU's memory and hands it over by DLPack.
-
-        Raises:
-            BufferError: If ``copy`` is False, or another device than the CPU is asked for.
-        """
-        if copy is False:
-            raise BufferError("A compressed observation cannot be handed over without a copy")
-        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(
-                f"A compressed observation is decoded into the CPU's memory, not device {dl_device}"
-            )
-        array = np.asarray(self)
-        try:
-            return array.__dlpack__(stream=stream, max_version=max_version)
-        except TypeError:  # NumPy 2.0 knows no versions
-            return array.__dlpack__(stream=stream)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0  # kDLCPU
 
     def __getitem__(self, key: Any) -> Any:
         """Decodes, and indexes the array as NumPy does."""
@@ -269,40 +202,6 @@ class CompressedObservation:
     def __iter__(self) -> Iterator[Any]:
         """Decodes once, and iterates over the first axis."""
         return iter(np.asarray(self))
-
-    def reshape(self, *shape: Any) -> NDArray[Any]:
-        """Decodes into a new array of another shape, as ``np.reshape`` does.
-
-        Stable-Baselines3 calls it on what ``model.predict`` is given and on the last observation of an
-        episode.
-        """
-        return np.asarray(self).reshape(*shape)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, CompressedObservation):
-            same = self._source is other._source and self._layout is other._layout
-            if same and self.dtype.kind != "f":  # a NaN is equal to nothing
-                return True
-        elif not isinstance(other, (list, tuple)) and not hasattr(other, "__array__"):
-            return NotImplemented
-        try:
-            array = np.asarray(other)
-        except ValueError:  # a ragged list
-            return False
-        comparable = array.shape == self.shape and array.dtype.kind in "biufc"
-        return comparable and np.array_equal(np.asarray(self), array)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def copy(self) -> CompressedObservation:
-        """The observation itself, since it never changes; ``np.array(obs)`` gives an array to write to."""
-        return self
-
-    def __copy__(self) -> CompressedObservation:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedObservation:
-        return self
 
     def detach(self) -> CompressedObservation:
         """An equal observation with a sealed chunk of its own, that keeps nothing else in memory.
@@ -316,10 +215,6 @@ class CompressedObservation:
         if all(chunk.sealed for chunk in self._chunks()):
             return CompressedObservation, (self._source, self._layout)
         return self.detach().__reduce__()
-
-    def __repr__(self) -> str:
-        kept = f"nbytes={self.nbytes}, cbytes={self.cbytes}"
-        return f"CompressedObservation(shape={self.shape}, dtype={self.dtype}, {kept})"
 
 
 def stack(
@@ -369,7 +264,7 @@ class CompressedBox(spaces.Box):
 
     def contains(self, x: Any) -> bool:
         """Whether an array or observation is in the space: its shape, its dtype and all its values."""
-        return super().contains(np.asarray(x) if isinstance(x, CompressedObservation) else x)
+        return super().contains(np.asarray(x) if isinstance(x, ArrayLike) else x)
 
     def to_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
         """Observations as nested lists."""

@@ -14,8 +14,8 @@ from gym_compress.chunk import fit, read_pieces
 from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
 from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
-from gym_compress.replay.slicing import Slicing
 from gym_compress.replay.stream import Stream, Wanted
+from gym_compress.slicing import Slicing
 from gym_compress.stream import worth_compressing
 
 __all__ = [

@@ -16,7 +16,7 @@ from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
 from gym_compress.replay.format import MOST_CHUNK
 from gym_compress.replay.reading import StoredChunk
-from gym_compress.replay.slicing import Slicing
+from gym_compress.slicing import Slicing
 
 __all__ = ["Stream", "Wanted"]
 

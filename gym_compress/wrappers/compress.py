@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from gym_compress.codec import Codec
-from gym_compress.stream import FrameCompressor, compressed_space, frame_compressors, seal_all
+from gym_compress.stream import FrameCompressor, compressed_space, compressors_of, seal_all
 from gym_compress.tree import map_leaves
 
 __all__ = ["CompressObservation", "recorded"]
@@ -40,7 +40,7 @@ class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.Recor
     images takes about twice the time of one from arrays (``pytest tests/benchmarks -k leaf``); a smaller leaf
     would be read no quicker and have less to save.
 
-    No vector version of the wrapper exists.
+    A vector version of the wrapper exists: :class:`gym_compress.wrappers.vector.CompressObservation`.
 
     Example:
         >>> import gymnasium as gym
@@ -76,7 +76,10 @@ class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.Recor
             self, **recorded(codec=codec, frames_per_chunk=frames_per_chunk)
         )
         gym.ObservationWrapper.__init__(self, env)
-        self._compressors = frame_compressors(env.observation_space, codec, frames_per_chunk)
+        self._compressors = compressors_of(
+            env.observation_space,
+            lambda box: FrameCompressor(box, codec=codec, frames_per_chunk=frames_per_chunk),
+        )
         self.observation_space = compressed_space(env.observation_space, self._compressors)
 
     def observation(self, observation: Any) -> Any:

@@ -15,11 +15,11 @@ from gymnasium.wrappers.utils import create_zero_array
 from gym_compress.chunk import fit
 from gym_compress.codec import Codec
 from gym_compress.observation import CompressedBox
-from gym_compress.stream import FrameCompressor, FrameStacker, compressed_space, frame_compressors, seal_all
+from gym_compress.stream import FrameCompressor, FrameStacker, compressed_space, compressors_of, seal_all
 from gym_compress.tree import map_leaves, map_space
 from gym_compress.wrappers.compress import recorded
 
-__all__ = ["CompressedFrameStack"]
+__all__ = ["CompressedFrameStack", "ObservationStacker"]
 
 
 class _PlainStacker:
@@ -46,6 +46,110 @@ class _PlainStacker:
         return stacked if self._of_arrays else copy.deepcopy(stacked)
 
 
+class ObservationStacker:
+    """The last ``stack_size`` observations of an environment as one, for each leaf of its space.
+
+    Args:
+        space: The observation space.
+        stack_size: How many observations are stacked.
+        padding_type: ``"reset"``, ``"zero"`` or an observation, see :class:`CompressedFrameStack`.
+        codec: A :class:`gym_compress.Codec`, its string, or ``"auto"``.
+        frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
+
+    Raises:
+        TypeError: If ``stack_size`` is no integer, or the observation space is of another kind.
+        ValueError: If another argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        space: spaces.Space[Any],
+        stack_size: int,
+        padding_type: str | Any,
+        *,
+        codec: str | Codec,
+        frames_per_chunk: int | None,
+    ) -> None:
+        if not np.issubdtype(type(stack_size), np.integer):
+            raise TypeError(f"The stack_size is expected to be an integer, actual type: {type(stack_size)}")
+        if not stack_size > 0:
+            raise ValueError(f"The stack_size needs to be greater than zero, actual value: {stack_size}")
+        if isinstance(padding_type, str) and padding_type in ("reset", "zero"):
+            padding = create_zero_array(space)
+        elif padding_type in space:
+            padding, padding_type = padding_type, "_custom"
+        else:
+            instance = (
+                "" if isinstance(padding_type, str) else f" not an instance of env observation ({space})"
+            )
+            raise ValueError(
+                "Unexpected `padding_type`, expected 'reset', 'zero' or a custom observation space, "
+                f"actual value: {padding_type!r}{instance}"
+            )
+        self.stack_size = int(stack_size)
+        self.padding_type: str = padding_type
+        self.compressors = compressors_of(
+            space,
+            lambda box: FrameCompressor(
+                box, codec=codec, frames_per_chunk=frames_per_chunk, keep=self.stack_size
+            ),
+        )
+        if isinstance(space, CompressedBox) and (codec != "auto" or frames_per_chunk is not None):
+            gym.logger.warn(
+                "The observations are compressed already and taken over as they are: give codec and "
+                "frames_per_chunk to the wrapper that compresses them"
+            )
+        self._padding = map_leaves(_pad, self.compressors, padding)
+        self._stackers = map_leaves(
+            self._stacker, self.compressors, map_space(lambda sub: sub, space), self._padding
+        )
+        self.observation_space = compressed_space(batch_space(space, n=self.stack_size), self.compressors)
+
+    def _stacker(
+        self, compressor: FrameCompressor | None, space: spaces.Space[Any], padding: Any
+    ) -> FrameStacker | _PlainStacker:
+        if compressor is None:
+            return _PlainStacker(space, self.stack_size, padding)
+        return FrameStacker(compressor, self.stack_size, padding)
+
+    def take(self, observation: Any) -> Any:
+        """An observation as it can be stacked: compressed, or a copy.
+
+        Raises:
+            ValueError: If it does not fit the space.
+        """
+        return map_leaves(_take, self._stackers, observation)
+
+    def push(self, frame: Any) -> Any:
+        """Appends what :meth:`take` gave, drops the oldest, and returns the stack."""
+        return map_leaves(_push, self._stackers, frame)
+
+    def restart(self, frame: Any) -> Any:
+        """Fills the stack with the padding, and appends the first observation of an episode."""
+        map_leaves(_fill, self._stackers, frame if self.padding_type == "reset" else self._padding)
+        return self.push(frame)
+
+    def seal(self) -> None:
+        """Compresses the frames that are raw so far."""
+        seal_all(self.compressors)
+
+
+def _pad(compressor: FrameCompressor | None, observation: Any) -> Any:
+    return copy.deepcopy(observation) if compressor is None else compressor.alone(observation)
+
+
+def _take(stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:
+    return stacker.take(observation)
+
+
+def _fill(stacker: FrameStacker | _PlainStacker, filler: Any) -> None:
+    stacker.fill(filler)
+
+
+def _push(stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:
+    return stacker.push(observation)
+
+
 class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
     """Stacks the observations of the last ``stack_size`` steps, each frame kept once and compressed.
 
@@ -55,7 +159,7 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
     others are stacked into arrays. Observations that are compressed already are taken over without encoding
     them again.
 
-    No vector version of the wrapper exists.
+    A vector version of the wrapper exists: :class:`gym_compress.wrappers.vector.CompressedFrameStack`.
 
     Example:
         >>> import gymnasium as gym
@@ -109,47 +213,12 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
             ),
         )
         gym.Wrapper.__init__(self, env)
-        if not np.issubdtype(type(stack_size), np.integer):
-            raise TypeError(f"The stack_size is expected to be an integer, actual type: {type(stack_size)}")
-        if not stack_size > 0:
-            raise ValueError(f"The stack_size needs to be greater than zero, actual value: {stack_size}")
-        space = env.observation_space
-        if isinstance(padding_type, str) and padding_type in ("reset", "zero"):
-            padding = create_zero_array(space)
-        elif padding_type in space:
-            padding, padding_type = padding_type, "_custom"
-        else:
-            instance = (
-                "" if isinstance(padding_type, str) else f" not an instance of env observation ({space})"
-            )
-            raise ValueError(
-                "Unexpected `padding_type`, expected 'reset', 'zero' or a custom observation space, "
-                f"actual value: {padding_type!r}{instance}"
-            )
-        self.stack_size = int(stack_size)
-        self.padding_type: str = padding_type
-        self._compressors = frame_compressors(space, codec, frames_per_chunk, keep=self.stack_size)
-        if isinstance(space, CompressedBox) and (codec != "auto" or frames_per_chunk is not None):
-            gym.logger.warn(
-                "The observations are compressed already and taken over as they are: give codec and "
-                "frames_per_chunk to the wrapper that compresses them"
-            )
-        self._padding = map_leaves(self._pad_leaf, self._compressors, padding)
-        self._stackers = map_leaves(
-            self._stacker, self._compressors, map_space(lambda sub: sub, space), self._padding
+        self._stack = ObservationStacker(
+            env.observation_space, stack_size, padding_type, codec=codec, frames_per_chunk=frames_per_chunk
         )
-        self.observation_space = compressed_space(batch_space(space, n=self.stack_size), self._compressors)
-
-    @staticmethod
-    def _pad_leaf(compressor: FrameCompressor | None, observation: Any) -> Any:
-        return copy.deepcopy(observation) if compressor is None else compressor.alone(observation)
-
-    def _stacker(
-        self, compressor: FrameCompressor | None, space: spaces.Space[Any], padding: Any
-    ) -> FrameStacker | _PlainStacker:
-        if compressor is None:
-            return _PlainStacker(space, self.stack_size, padding)
-        return FrameStacker(compressor, self.stack_size, padding)
+        self.stack_size: int = self._stack.stack_size
+        self.padding_type: str = self._stack.padding_type
+        self.observation_space = self._stack.observation_space
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         """Steps through the environment and appends the observation to the stack.
@@ -158,7 +227,7 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
             ValueError: If the observation does not fit the environment's observation space.
         """
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._push(observation), reward, terminated, truncated, info
+        return self._stack.push(self._stack.take(observation)), reward, terminated, truncated, info
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -169,30 +238,11 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
             ValueError: If the observation does not fit the environment's observation space.
         """
         observation, info = self.env.reset(seed=seed, options=options)
-        frame = map_leaves(_take, self._stackers, observation)
-        padding = frame if self.padding_type == "reset" else self._padding
-        map_leaves(_fill, self._stackers, padding)
-        return map_leaves(_push, self._stackers, frame), info
-
-    def _push(self, observation: Any) -> Any:
-        frame = map_leaves(_take, self._stackers, observation)
-        return map_leaves(_push, self._stackers, frame)
+        return self._stack.restart(self._stack.take(observation)), info
 
     def close(self) -> None:
         """Closes the environment and compresses the newest frames, which were raw so far."""
         try:
-            seal_all(self._compressors)
+            self._stack.seal()
         finally:
             super().close()
-
-
-def _take(stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:
-    return stacker.take(observation)
-
-
-def _fill(stacker: FrameStacker | _PlainStacker, filler: Any) -> None:
-    stacker.fill(filler)
-
-
-def _push(stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:
-    return stacker.push(observation)

@@ -1,0 +1,368 @@
+"""Wrappers for :class:`gymnasium.vector.VectorEnv`: twins of the wrappers for single environments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+from numpy.typing import NDArray
+
+from gym_compress.batch import CompressedBatch
+from gym_compress.codec import Codec
+from gym_compress.stream import StackCompressor, compressed_space, compressors_of, seal_all
+from gym_compress.tree import map_leaves, map_space, replace_leaves
+from gym_compress.wrappers.compress import recorded
+from gym_compress.wrappers.frame_stack import ObservationStacker
+
+__all__ = ["CompressObservation", "CompressedFrameStack"]
+
+_Step = tuple[Any, Any, Any, Any, dict[str, Any]]
+
+
+class _VectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
+    """What both wrappers have in common: whose observation a row is, and where an episode ended."""
+
+    def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        VectorWrapper.__init__(self, env)
+        self._autoreset_mode = _autoreset_mode(env)
+        self._leaves = map_space(lambda leaf: leaf, env.single_observation_space)
+
+    def _slots(self, observations: Any, infos: dict[str, Any]) -> Sequence[int]:
+        """The number of each row's environment: all in their order, or those that the infos name."""
+        lengths: set[int] = set()
+        map_leaves(lambda _, leaf: lengths.add(len(leaf)), self._leaves, observations)
+        if lengths == {self.num_envs}:
+            return range(self.num_envs)
+        slots: list[int] = np.asarray(infos.get("env_id", ())).tolist()
+        if lengths != {len(slots)} or not set(slots) < set(range(self.num_envs)):
+            raise ValueError(
+                f"Expected observations of {self.num_envs} environments, or of those that infos['env_id'] "
+                f"names, got {sorted(lengths)} observations and names {slots}"
+            )
+        return slots
+
+    def _final(self, infos: dict[str, Any], ended: NDArray[np.bool_]) -> dict[int, Any]:
+        """The last observations of the episodes that ended in a step, by row."""
+        final = infos.get("final_obs")
+        if final is None:
+            return {}
+        rows = np.flatnonzero(ended).tolist()
+        if isinstance(final, np.ndarray) and final.dtype.hasobject:
+            return {row: final[row] for row in rows if final[row] is not None}
+        # of an array, as ALE's environment gives, the other rows have no meaning
+        return {row: self._row(final, row) for row in rows}
+
+    def _row(self, observations: Any, row: int) -> Any:
+        return map_leaves(lambda _, leaf: leaf[row], self._leaves, observations)
+
+
+def _autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
+    """When an environment resets what ended, None if it does not say.
+
+    Raises:
+        ValueError: If it is a mode that Gymnasium does not know.
+    """
+    mode = None
+    # environments of one class share their metadata in Gymnasium, where the last one made has its mode
+    for said in (env.metadata.get("autoreset_mode"), getattr(env.unwrapped, "autoreset_mode", None)):
+        try:
+            mode = mode if said is None else AutoresetMode(said)
+        except ValueError:
+            known = [str(mode) for mode in AutoresetMode]
+            raise ValueError(f"Unknown autoreset mode {said!r}, expected one of {known}") from None
+    return mode
+
+
+def _with_final(infos: dict[str, Any], final: dict[int, Any], rows: int) -> dict[str, Any]:
+    """The infos with other last observations: an array of objects, None where no episode ended."""
+    if not final:
+        return infos
+    observations = np.full(rows, None, dtype=object)
+    for row, observation in final.items():
+        observations[row] = observation
+    return {**infos, "final_obs": observations}
+
+
+class CompressObservation(_VectorWrapper):
+    """Compresses the observations of a vector environment.
+
+    A step gives a :class:`gym_compress.CompressedBatch` of one :class:`gym_compress.CompressedObservation` an
+    environment. The same leaves of Dict and Tuple observations are compressed as by
+    :class:`gym_compress.CompressObservation`, and the others handed on as copies.
+
+    Where the environment gives stacks, as ``ale_py.AtariVectorEnv`` does, the frames that an observation
+    shares with the one before are kept once. If it gives fewer observations a step than it has environments,
+    their ``infos["env_id"]`` tells whose they are.
+
+    In ``infos["final_obs"]`` observations are compressed too. It is an array of objects, as Gymnasium's
+    environments give, with None where no episode ended.
+
+    Example:
+        >>> import ale_py
+        >>> from gym_compress import decompress_batch
+        >>> from gym_compress.wrappers.vector import CompressObservation
+        >>> envs = CompressObservation(ale_py.AtariVectorEnv("pong", num_envs=2))
+        >>> obs, info = envs.reset(seed=123)
+        >>> kept = [obs]
+        >>> for _ in range(15):
+        ...     obs, *_ = envs.step(envs.action_space.sample())
+        ...     kept.append(obs)
+        >>> obs.shape, obs[1].shape
+        ((2, 4, 84, 84), (4, 84, 84))
+        >>> decompress_batch(kept).shape
+        (16, 2, 4, 84, 84)
+        >>> envs.close()
+
+    Change logs:
+     * v0.1.0 - Initially added
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        *,
+        stack_size: int | str = "auto",
+        codec: str | Codec = "auto",
+        frames_per_chunk: int | None = None,
+    ) -> None:
+        """Wraps a vector environment.
+
+        Args:
+            env: The environment; the observation space of a single one is a Box, Dict or Tuple.
+            stack_size: How many frames an observation stacks along its first axis, 1 for none, or ``"auto"``
+                to look for them if that axis is short. A wrong number costs memory and never a value.
+            codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``.
+            frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
+
+        Raises:
+            TypeError: If the observation space is of another kind, or an argument of a wrong type.
+            ValueError: If ``stack_size`` does not divide the first axis, the codec is unknown,
+                ``frames_per_chunk`` is below 1, or the environment's autoreset mode is unknown.
+        """
+        gym.utils.RecordConstructorArgs.__init__(
+            self, **recorded(stack_size=stack_size, codec=codec, frames_per_chunk=frames_per_chunk)
+        )
+        super().__init__(env)
+        self._compressors = compressors_of(
+            env.single_observation_space,
+            lambda box: StackCompressor(
+                box, env.num_envs, stack_size=stack_size, codec=codec, frames_per_chunk=frames_per_chunk
+            ),
+        )
+        self.single_observation_space = compressed_space(env.single_observation_space, self._compressors)
+        self.observation_space = compressed_space(env.observation_space, self._compressors)
+
+    def step(self, actions: Any) -> _Step:
+        """Steps through the environments; observations are compressed.
+
+        Raises:
+            ValueError: If an observation does not fit its space.
+        """
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        slots = self._slots(observations, infos)
+        final = {
+            row: map_leaves(partial(_alone, slot=slots[row]), self._compressors, last)
+            for row, last in self._final(infos, np.logical_or(terminated, truncated)).items()
+        }
+        infos = _with_final(infos, final, len(slots))
+        return self._compress(observations, slots), rewards, terminated, truncated, infos
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Resets the environments; observations are compressed."""
+        observations, infos = self.env.reset(seed=seed, options=options)
+        return self._compress(observations, self._slots(observations, infos)), infos
+
+    def _compress(self, observations: Any, slots: Sequence[int]) -> Any:
+        def leaf(compressor: StackCompressor | None, batch: Any) -> Any:
+            return copy.deepcopy(batch) if compressor is None else compressor(batch, slots)
+
+        return map_leaves(leaf, self._compressors, observations)
+
+    def close(self, **kwargs: Any) -> None:
+        """Closes the environments and compresses the newest observations, which were raw so far."""
+        try:
+            seal_all(self._compressors)
+        finally:
+            super().close(**kwargs)
+
+
+def _alone(compressor: StackCompressor | None, observation: Any, *, slot: int) -> Any:
+    """The observation of one environment, compressed."""
+    return copy.deepcopy(observation) if compressor is None else compressor([observation], [slot])[0]
+
+
+class CompressedFrameStack(_VectorWrapper):
+    """Stacks the observations of the last ``stack_size`` steps in each environment, each frame kept once.
+
+    Observations equal those of a vector environment in which each environment is wrapped in
+    :class:`gymnasium.wrappers.FrameStackObservation`, whatever its autoreset mode: a stack never reaches over
+    the end of an episode. A step gives a :class:`gym_compress.CompressedBatch`; leaves of Dict and Tuple
+    observations that are not compressed, see :class:`gym_compress.CompressObservation`, are stacked into
+    arrays. Observations that are compressed already are taken over without encoding them again.
+
+    With ``AutoresetMode.SAME_STEP``, ``infos["final_obs"]`` holds stacks too. It is an array of objects, as
+    Gymnasium's environments give, with None where no episode ended.
+
+    Example:
+        >>> import gymnasium as gym
+        >>> from gym_compress.wrappers.vector import CompressedFrameStack
+        >>> envs = gym.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync")
+        >>> envs = CompressedFrameStack(envs, 4)
+        >>> obs, info = envs.reset(seed=123)
+        >>> obs.shape, obs[0].shape
+        ((3, 4, 4), (4, 4))
+        >>> envs.close()
+
+    Change logs:
+     * v0.1.0 - Initially added
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        stack_size: int,
+        *,
+        padding_type: str | Any = "reset",
+        codec: str | Codec = "auto",
+        frames_per_chunk: int | None = None,
+    ) -> None:
+        """Wraps a vector environment.
+
+        Args:
+            env: The environment; the observation space of a single one is a Box, Dict or Tuple.
+            stack_size: How many observations are stacked.
+            padding_type: What fills a stack after a reset: ``"reset"`` for the first observation, ``"zero"``
+                for a zero-like instance of the single observation space, or an observation.
+            codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``.
+            frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
+
+        Raises:
+            TypeError: If ``stack_size`` is no integer, or the observation space is of another kind.
+            ValueError: If ``stack_size`` is below 1, ``padding_type`` is neither a known word nor an instance
+                of the observation space, the codec is unknown, ``frames_per_chunk`` is below 1, or the
+                environment does not tell its autoreset mode.
+        """
+        gym.utils.RecordConstructorArgs.__init__(
+            self,
+            **recorded(
+                stack_size=stack_size,
+                padding_type=padding_type,
+                codec=codec,
+                frames_per_chunk=frames_per_chunk,
+            ),
+        )
+        super().__init__(env)
+        if self._autoreset_mode is None:
+            raise ValueError(
+                f"{env} does not tell when it resets an environment whose episode ended: set its "
+                "metadata['autoreset_mode'] to a gymnasium.vector.AutoresetMode"
+            )
+        self._stacks = [
+            ObservationStacker(
+                env.single_observation_space,
+                stack_size,
+                padding_type,
+                codec=codec,
+                frames_per_chunk=frames_per_chunk,
+            )
+            for _ in range(env.num_envs)
+        ]
+        self.stack_size: int = self._stacks[0].stack_size
+        self.padding_type: str = self._stacks[0].padding_type
+        self._compressors = self._stacks[0].compressors
+        # of each environment, whether its next observation begins an episode, and its newest stack
+        self._begins = [True] * env.num_envs
+        self._newest: list[Any] = [None] * env.num_envs
+        self._stacked = map_space(
+            lambda leaf: batch_space(leaf, self.stack_size), env.single_observation_space
+        )
+
+        def stacked(batch: spaces.Space[Any], leaf: spaces.Space[Any]) -> spaces.Space[Any]:
+            if not isinstance(batch, spaces.Box):
+                return batch_space(leaf, env.num_envs)
+            low, high = (
+                np.repeat(bound[:, None], self.stack_size, axis=1) for bound in (batch.low, batch.high)
+            )
+            return spaces.Box(low, high, dtype=batch.dtype.type, seed=copy.deepcopy(batch.np_random))
+
+        self.single_observation_space = self._stacks[0].observation_space
+        self.observation_space = compressed_space(
+            replace_leaves(stacked, env.observation_space, self._stacked), self._compressors
+        )
+
+    def step(self, actions: Any) -> _Step:
+        """Steps through the environments and appends their observations to the stacks.
+
+        Raises:
+            ValueError: If an observation does not fit its space.
+        """
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        slots, ended = self._slots(observations, infos), np.logical_or(terminated, truncated)
+        resets = self._autoreset_mode == AutoresetMode.SAME_STEP
+        final = self._final(infos, ended) if resets else {}
+        # all is taken before anything is pushed, so an observation that does not fit changes no stack
+        final = {row: self._stacks[slots[row]].take(last) for row, last in final.items()}
+        frames = self._take(observations, slots)
+        final = {row: self._stacks[slots[row]].push(frame) for row, frame in final.items()}
+        for slot, end in zip(slots, ended.tolist(), strict=True):
+            self._begins[slot] |= resets and end
+        stacks = self._push(frames, slots)
+        for slot, end in zip(slots, ended.tolist(), strict=True):
+            self._begins[slot] = end and self._autoreset_mode == AutoresetMode.NEXT_STEP
+        return stacks, rewards, terminated, truncated, _with_final(infos, final, len(slots))
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Resets the environments; a stack is the padding and the first observation.
+
+        With ``options["reset_mask"]``, the other environments keep their stacks.
+
+        Raises:
+            ValueError: If an observation does not fit its space.
+        """
+        # environments take the mask out of the options
+        mask = np.array((options or {}).get("reset_mask", True), dtype=np.bool_)
+        observations, infos = self.env.reset(seed=seed, options=options)
+        slots = self._slots(observations, infos)
+        frames = self._take(observations, slots)
+        kept = np.broadcast_to(~mask, self.num_envs).tolist()
+        for slot in range(self.num_envs):
+            if kept[slot] and self._newest[slot] is not None:
+                frames.pop(slot, None)
+            else:
+                self._begins[slot] = True
+        return self._push(frames, slots), infos
+
+    def _take(self, observations: Any, slots: Sequence[int]) -> dict[int, Any]:
+        """The observation of each environment as it can be stacked."""
+        return {slot: self._stacks[slot].take(self._row(observations, row)) for row, slot in enumerate(slots)}
+
+    def _push(self, frames: dict[int, Any], slots: Sequence[int]) -> Any:
+        """Moves stacks on, and returns the stacks of some environments as a batch."""
+        for slot, frame in frames.items():
+            stack = self._stacks[slot]
+            self._newest[slot] = stack.restart(frame) if self._begins[slot] else stack.push(frame)
+            self._begins[slot] = False
+        return map_leaves(_batch, self._compressors, self._stacked, *[self._newest[slot] for slot in slots])
+
+    def close(self, **kwargs: Any) -> None:
+        """Closes the environments and compresses the newest frames, which were raw so far."""
+        try:
+            for stack in self._stacks:
+                stack.seal()
+        finally:
+            super().close(**kwargs)
+
+
+def _batch(compressor: Any, space: spaces.Space[Any], *stacks: Any) -> Any:
+    """The stacks of several environments as one."""
+    if compressor is not None:
+        return CompressedBatch(stacks)
+    out: Any = create_empty_array(space, len(stacks))
+    return concatenate(space, stacks, out)
