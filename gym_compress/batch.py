@@ -43,16 +43,22 @@ class CompressedBatch(ArrayLike):
 
     __slots__ = ("_layouts", "_sources")
 
-    def __init__(self, observations: Iterable[CompressedObservation]) -> None:
+    def __init__(self, sources: tuple[Chunk | tuple[Chunk, ...], ...], layouts: tuple[Layout, ...]) -> None:
         """Made by wrappers; not meant to be called.
 
         Args:
-            observations: At least one, all of one shape and dtype.
+            sources: Of each observation the chunk that holds its frames, or several.
+            layouts: Where in them they lie; all of one shape and dtype.
         """
+        self._sources = sources
+        self._layouts = _shared(layouts)
+
+    @classmethod
+    def _of(cls, observations: Iterable[CompressedObservation]) -> CompressedBatch:
+        """A batch of at least one observation, all of one shape and dtype."""
         pairs = [(observation._source, observation._layout) for observation in observations]
         sources, layouts = zip(*pairs, strict=True)
-        self._sources: tuple[Chunk | tuple[Chunk, ...], ...] = sources
-        self._layouts: tuple[Layout, ...] = _shared(layouts)
+        return cls(sources, layouts)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,7 +93,7 @@ class CompressedBatch(ArrayLike):
         return len(self) == len(other) and all(map(CompressedObservation._is, self, other))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompressedBatch, (list(self),)
+        return CompressedBatch._of, (list(self),)
 
 
 @lru_cache(maxsize=512)

@@ -22,6 +22,7 @@ _DEFAULT_LEVEL = 5
 _EXPECTED = "'auto', 'lz4', 'lz4hc' or 'zstd', with a level from 1 to 9 as in 'zstd:1' or without, or 'none'"
 
 # The rule of "auto", see Codec: from this size of a frame on ZSTD, and how large a chunk may become.
+_SMALL, _SMALL_QUICK, _LARGE = ("lz4hc", 5), ("lz4hc", 2), ("zstd", 1)
 _LARGE_FRAME = 32 * 1024
 _AUTO_CHUNK = 384 * 1024
 _AUTO_FRAMES = (4, 12)
@@ -242,14 +243,26 @@ def _streams_fit(encoded: bytes, nbytes: int, blocksize: int, streams: int) -> b
     return blocks > 1 or at == len(encoded)
 
 
-def resolve_codec(codec: str | Codec, frame_nbytes: int) -> Codec:
-    """The codec that an argument ``codec`` means for frames of ``frame_nbytes`` bytes."""
+def resolve_codec(codec: str | Codec, frame_nbytes: int, *, quick: bool = False) -> Codec:
+    """The codec that an argument ``codec`` means for frames of ``frame_nbytes`` bytes.
+
+    Args:
+        codec: A :class:`Codec`, its string, or ``"auto"``.
+        frame_nbytes: Bytes of a frame.
+        quick: Whether ``"auto"`` is to encode quickly rather than to the smallest size, since several
+            environments wait meanwhile.
+
+    Raises:
+        ValueError: If the codec is unknown.
+        TypeError: If it is of a wrong type.
+    """
     if isinstance(codec, Codec):
         return codec
     if not isinstance(codec, str):
         raise TypeError(f"A codec is expected to be a string or a Codec, actual type: {type(codec)}")
     if codec == "auto":
-        return Codec("zstd", 1) if frame_nbytes >= _LARGE_FRAME else Codec("lz4hc", 5)
+        small = _SMALL_QUICK if quick else _SMALL
+        return Codec(*(_LARGE if frame_nbytes >= _LARGE_FRAME else small))
     return Codec.from_string(codec)
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from gymnasium import spaces
-from numpy.typing import NDArray
 
-from gym_compress.batch import CompressedBatch
 from gym_compress.chunk import Chunk, ChunkWriter, fit
-from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
+from gym_compress.codec import Codec
 from gym_compress.observation import CompressedBox, CompressedObservation, Layout, layout_of, stack
-from gym_compress.slicing import Slicing
 from gym_compress.tree import map_leaves, map_space, replace_leaves
 
 __all__ = [
     "FrameCompressor",
     "FrameStacker",
-    "StackCompressor",
+    "box_nbytes",
     "compressed_space",
     "compressors_of",
     "seal_all",
@@ -117,14 +114,14 @@ class FrameStacker:
         return {**self.__dict__, "_chunks": ()}  # open chunks stay here
 
 
+def box_nbytes(box: spaces.Box) -> int:
+    """Bytes of an observation of a Box."""
+    return math.prod(box.shape) * box.dtype.itemsize
+
+
 def worth_compressing(space: spaces.Space[Any]) -> bool:
     """Whether a leaf of a Dict or Tuple space is compressed: a Box of at least 1,024 bytes."""
-    if not isinstance(space, spaces.Box):
-        return False
-    nbytes = space.dtype.itemsize
-    for length in space.shape:
-        nbytes *= length
-    return bool(nbytes >= _WORTH_NBYTES)
+    return isinstance(space, spaces.Box) and box_nbytes(space) >= _WORTH_NBYTES
 
 
 def compressors_of(space: spaces.Space[Any], make: Callable[[spaces.Box], Any]) -> Any:
@@ -156,133 +153,3 @@ def compressed_space(space: spaces.Space[Any], compressors: Any) -> spaces.Space
 def seal_all(compressors: Any) -> None:
     """Compresses what the compressors of a tree hold raw."""
     map_leaves(lambda compressor: compressor and compressor.seal(), compressors)
-
-
-class StackCompressor:
-    """Compresses the observations of a vector environment, for one Box of the observation space.
-
-    Each environment has a stream of slices. Those that an observation shares with the one before, as stacks
-    do, are not written again: a comparison tells, so a wrong ``stack_size`` costs memory and never a value.
-
-    Args:
-        space: The space of one observation.
-        num_envs: The number of environments.
-        stack_size: How many frames an observation stacks along its first axis, or ``"auto"`` to find out; see
-            :class:`gym_compress.slicing.Slicing`.
-        codec: A :class:`Codec`, its string, or ``"auto"``.
-        frames_per_chunk: Frames that a chunk holds, or ``None`` to choose by the size of a frame.
-
-    Raises:
-        ValueError: If ``stack_size`` does not suit the space, the codec is unknown, ``frames_per_chunk``
-            below 1, or a frame too large for a chunk.
-        TypeError: If the codec or ``frames_per_chunk`` is of a wrong type.
-    """
-
-    def __init__(
-        self,
-        space: spaces.Box,
-        num_envs: int,
-        *,
-        stack_size: int | str = "auto",
-        codec: str | Codec = "auto",
-        frames_per_chunk: int | None = None,
-    ) -> None:
-        slicing = Slicing(space.shape or (1,), space.dtype, stack_size, 0)
-        codec = resolve_codec(codec, slicing.frame_nbytes)
-        frames = resolve_frames_per_chunk(frames_per_chunk, slicing.frame_nbytes) * slicing.slices_per_frame
-        self.shape, self.dtype = space.shape, slicing.dtype
-        self._count, self._slice_nbytes = slicing.count, slicing.slice_nbytes
-        self._writers = [
-            ChunkWriter(
-                slicing.slice_shape, slicing.dtype, codec=codec, frames_per_chunk=frames, keep=slicing.count
-            )
-            for _ in range(num_envs)
-        ]
-        # of each environment, the newest observation, where its slices lie, and the chunks of the last one
-        # that had several
-        self._last = np.empty((num_envs, slicing.count, *slicing.slice_shape), slicing.dtype)
-        self._places: list[list[tuple[Chunk, int]]] = [[] for _ in range(num_envs)]
-        self._chunks: list[tuple[Chunk, ...]] = [() for _ in range(num_envs)]
-        self._shift = 1  # by how many slices observations moved on last
-        self._layouts: dict[tuple[int, ...], Layout] = {}  # by the places of an observation's slices
-
-    def __call__(self, batch: Any, slots: Sequence[int]) -> CompressedBatch:
-        """Compresses one observation of each of some environments.
-
-        Args:
-            batch: ``(len(slots), *shape)``, or a batch that is compressed already, which is taken over.
-            slots: The numbers of the environments, each at most once, in any order.
-
-        Raises:
-            ValueError: If the batch does not fit.
-        """
-        if isinstance(batch, CompressedBatch) and batch.shape[1:] == self.shape and batch.dtype == self.dtype:
-            return batch
-        array = fit(batch, (len(slots), *self.shape), self.dtype)
-        rows = np.ascontiguousarray(array).reshape(len(slots), *self._last.shape[1:])
-        fresh = self._fresh(rows, slots)
-        return CompressedBatch([self._put(*each) for each in zip(slots, rows, fresh, strict=True)])
-
-    def _fresh(self, rows: NDArray[Any], slots: Sequence[int]) -> list[int]:
-        """How many slices at the end of each observation its environment's last one does not have."""
-        count, shift = self._count, self._shift
-        if count == 1:
-            return [1] * len(slots)
-        words, last = _words(rows), _words(self._last)
-        before = last if len(slots) == len(last) else last[slots]
-        moved = (words[:, :-shift] == before[:, shift:]).all(axis=(1, 2)).tolist()
-        return [
-            shift if moved[i] and self._places[slot] else self._compare(words[i], slot, last)
-            for i, slot in enumerate(slots)
-        ]
-
-    def _compare(self, words: NDArray[Any], slot: int, last: NDArray[Any]) -> int:
-        if self._places[slot]:
-            for shift in range(self._count):
-                end, before = self._count - shift, last[slot, shift:]
-                if (words[0] == before[0]).all() and (words[1:end] == before[1:]).all():
-                    self._shift = shift or self._shift
-                    return shift
-        return self._count
-
-    def _put(self, slot: int, row: NDArray[Any], fresh: int) -> CompressedObservation:
-        """Writes the last slices of an observation, and returns a reference to all."""
-        places = self._places[slot]
-        if fresh:
-            # an exception may come between any two lines, by a signal: then nothing is known of the newest
-            self._places[slot] = []
-            append = self._writers[slot].append
-            places = places[fresh:] + [append(slice_) for slice_ in row[self._count - fresh :]]
-            self._last[slot] = row
-            self._places[slot] = places
-        # slices of one environment follow each other, so where they begin again is another chunk
-        indices = tuple([index for _, index in places])
-        layout = self._layouts.get(indices)
-        if layout is None:
-            layout = self._layouts[indices] = self._layout(indices)
-        chunk = places[0][0]
-        if chunk is places[-1][0]:
-            return CompressedObservation(chunk, layout)
-        chunks = tuple(dict.fromkeys([chunk for chunk, _ in places]))
-        if chunks != self._chunks[slot]:
-            self._chunks[slot] = chunks
-        return CompressedObservation(self._chunks[slot], layout)
-
-    def _layout(self, indices: tuple[int, ...]) -> Layout:
-        which, nbytes = 0, self._slice_nbytes
-        segments: list[tuple[int, int, int]] = []
-        for before, index in zip((-1, *indices), indices, strict=False):
-            which += bool(segments and index != before + 1)
-            segments.append((which, index * nbytes, nbytes))
-        return layout_of(self.shape, self.dtype, segments)
-
-    def seal(self) -> None:
-        """Compresses the slices that are raw so far."""
-        for writer in self._writers:
-            writer.seal()
-
-
-def _words(rows: NDArray[Any]) -> NDArray[Any]:
-    """The bits of slices, ``(n, count, words of a slice)``, in words that are quick to compare."""
-    flat = rows.reshape(*rows.shape[:2], -1).view(np.uint8)
-    return flat if flat.shape[2] % 8 else flat.view(np.uint64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Callable
 from typing import Any, SupportsFloat
 
 import gymnasium as gym
@@ -19,7 +20,7 @@ from gym_compress.stream import FrameCompressor, FrameStacker, compressed_space,
 from gym_compress.tree import map_leaves, map_space
 from gym_compress.wrappers.compress import recorded
 
-__all__ = ["CompressedFrameStack", "ObservationStacker"]
+__all__ = ["CompressedFrameStack", "ObservationStacker", "warn_if_compressed"]
 
 
 class _PlainStacker:
@@ -53,8 +54,7 @@ class ObservationStacker:
         space: The observation space.
         stack_size: How many observations are stacked.
         padding_type: ``"reset"``, ``"zero"`` or an observation, see :class:`CompressedFrameStack`.
-        codec: A :class:`gym_compress.Codec`, its string, or ``"auto"``.
-        frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
+        make: Makes what compresses a leaf of the space, which keeps as many frames raw as are stacked.
 
     Raises:
         TypeError: If ``stack_size`` is no integer, or the observation space is of another kind.
@@ -66,9 +66,7 @@ class ObservationStacker:
         space: spaces.Space[Any],
         stack_size: int,
         padding_type: str | Any,
-        *,
-        codec: str | Codec,
-        frames_per_chunk: int | None,
+        make: Callable[[spaces.Box], FrameCompressor],
     ) -> None:
         if not np.issubdtype(type(stack_size), np.integer):
             raise TypeError(f"The stack_size is expected to be an integer, actual type: {type(stack_size)}")
@@ -88,17 +86,7 @@ class ObservationStacker:
             )
         self.stack_size = int(stack_size)
         self.padding_type: str = padding_type
-        self.compressors = compressors_of(
-            space,
-            lambda box: FrameCompressor(
-                box, codec=codec, frames_per_chunk=frames_per_chunk, keep=self.stack_size
-            ),
-        )
-        if isinstance(space, CompressedBox) and (codec != "auto" or frames_per_chunk is not None):
-            gym.logger.warn(
-                "The observations are compressed already and taken over as they are: give codec and "
-                "frames_per_chunk to the wrapper that compresses them"
-            )
+        self.compressors = compressors_of(space, make)
         self._padding = map_leaves(_pad, self.compressors, padding)
         self._stackers = map_leaves(
             self._stacker, self.compressors, map_space(lambda sub: sub, space), self._padding
@@ -132,6 +120,15 @@ class ObservationStacker:
     def seal(self) -> None:
         """Compresses the frames that are raw so far."""
         seal_all(self.compressors)
+
+
+def warn_if_compressed(space: spaces.Space[Any], codec: str | Codec, frames_per_chunk: int | None) -> None:
+    """Warns if arguments have no effect, since observations are compressed already."""
+    if isinstance(space, CompressedBox) and (codec != "auto" or frames_per_chunk is not None):
+        gym.logger.warn(
+            "The observations are compressed already and taken over as they are: give codec and "
+            "frames_per_chunk to the wrapper that compresses them"
+        )
 
 
 def _pad(compressor: FrameCompressor | None, observation: Any) -> Any:
@@ -213,8 +210,12 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
             ),
         )
         gym.Wrapper.__init__(self, env)
+        warn_if_compressed(env.observation_space, codec, frames_per_chunk)
         self._stack = ObservationStacker(
-            env.observation_space, stack_size, padding_type, codec=codec, frames_per_chunk=frames_per_chunk
+            env.observation_space,
+            stack_size,
+            padding_type,
+            lambda box: FrameCompressor(box, codec=codec, frames_per_chunk=frames_per_chunk, keep=stack_size),
         )
         self.stack_size: int = self._stack.stack_size
         self.padding_type: str = self._stack.padding_type

@@ -12,14 +12,14 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
-from numpy.typing import NDArray
 
 from gym_compress.batch import CompressedBatch
-from gym_compress.codec import Codec
-from gym_compress.stream import StackCompressor, compressed_space, compressors_of, seal_all
+from gym_compress.codec import Codec, resolve_codec
+from gym_compress.slots import StackCompressor
+from gym_compress.stream import FrameCompressor, box_nbytes, compressed_space, compressors_of, seal_all
 from gym_compress.tree import map_leaves, map_space, replace_leaves
 from gym_compress.wrappers.compress import recorded
-from gym_compress.wrappers.frame_stack import ObservationStacker
+from gym_compress.wrappers.frame_stack import ObservationStacker, warn_if_compressed
 
 __all__ = ["CompressObservation", "CompressedFrameStack"]
 
@@ -33,27 +33,28 @@ class _VectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], gym.utils.RecordCon
         VectorWrapper.__init__(self, env)
         self._autoreset_mode = _autoreset_mode(env)
         self._leaves = map_space(lambda leaf: leaf, env.single_observation_space)
+        self._all = range(env.num_envs)
 
     def _slots(self, observations: Any, infos: dict[str, Any]) -> Sequence[int]:
         """The number of each row's environment: all in their order, or those that the infos name."""
         lengths: set[int] = set()
         map_leaves(lambda _, leaf: lengths.add(len(leaf)), self._leaves, observations)
         if lengths == {self.num_envs}:
-            return range(self.num_envs)
+            return self._all
         slots: list[int] = np.asarray(infos.get("env_id", ())).tolist()
-        if lengths != {len(slots)} or not set(slots) < set(range(self.num_envs)):
+        if lengths != {len(slots)} or not slots or len(set(slots) & set(self._all)) < len(slots):
             raise ValueError(
                 f"Expected observations of {self.num_envs} environments, or of those that infos['env_id'] "
                 f"names, got {sorted(lengths)} observations and names {slots}"
             )
         return slots
 
-    def _final(self, infos: dict[str, Any], ended: NDArray[np.bool_]) -> dict[int, Any]:
+    def _final(self, infos: dict[str, Any], terminated: Any, truncated: Any) -> dict[int, Any]:
         """The last observations of the episodes that ended in a step, by row."""
         final = infos.get("final_obs")
         if final is None:
             return {}
-        rows = np.flatnonzero(ended).tolist()
+        rows = np.flatnonzero(np.logical_or(terminated, truncated)).tolist()
         if isinstance(final, np.ndarray) and final.dtype.hasobject:
             return {row: final[row] for row in rows if final[row] is not None}
         # of an array, as ALE's environment gives, the other rows have no meaning
@@ -169,7 +170,7 @@ class CompressObservation(_VectorWrapper):
         slots = self._slots(observations, infos)
         final = {
             row: map_leaves(partial(_alone, slot=slots[row]), self._compressors, last)
-            for row, last in self._final(infos, np.logical_or(terminated, truncated)).items()
+            for row, last in self._final(infos, terminated, truncated).items()
         }
         infos = _with_final(infos, final, len(slots))
         return self._compress(observations, slots), rewards, terminated, truncated, infos
@@ -264,14 +265,14 @@ class CompressedFrameStack(_VectorWrapper):
                 f"{env} does not tell when it resets an environment whose episode ended: set its "
                 "metadata['autoreset_mode'] to a gymnasium.vector.AutoresetMode"
             )
+        warn_if_compressed(env.single_observation_space, codec, frames_per_chunk)
+
+        def make(box: spaces.Box) -> FrameCompressor:
+            chosen = resolve_codec(codec, box_nbytes(box), quick=True)
+            return FrameCompressor(box, codec=chosen, frames_per_chunk=frames_per_chunk, keep=stack_size)
+
         self._stacks = [
-            ObservationStacker(
-                env.single_observation_space,
-                stack_size,
-                padding_type,
-                codec=codec,
-                frames_per_chunk=frames_per_chunk,
-            )
+            ObservationStacker(env.single_observation_space, stack_size, padding_type, make)
             for _ in range(env.num_envs)
         ]
         self.stack_size: int = self._stacks[0].stack_size
@@ -306,7 +307,7 @@ class CompressedFrameStack(_VectorWrapper):
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         slots, ended = self._slots(observations, infos), np.logical_or(terminated, truncated)
         resets = self._autoreset_mode == AutoresetMode.SAME_STEP
-        final = self._final(infos, ended) if resets else {}
+        final = self._final(infos, terminated, truncated) if resets else {}
         # all is taken before anything is pushed, so an observation that does not fit changes no stack
         final = {row: self._stacks[slots[row]].take(last) for row, last in final.items()}
         frames = self._take(observations, slots)
@@ -363,6 +364,6 @@ class CompressedFrameStack(_VectorWrapper):
 def _batch(compressor: Any, space: spaces.Space[Any], *stacks: Any) -> Any:
     """The stacks of several environments as one."""
     if compressor is not None:
-        return CompressedBatch(stacks)
+        return CompressedBatch._of(stacks)
     out: Any = create_empty_array(space, len(stacks))
     return concatenate(space, stacks, out)

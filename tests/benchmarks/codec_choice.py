@@ -31,6 +31,7 @@ from gym_compress.stream import FrameCompressor
 
 CODECS = [
     Codec("lz4", 5),
+    Codec("lz4hc", 2),
     Codec("lz4hc", 5),
     Codec("lz4hc", 9),
     Codec("zstd", 1),
