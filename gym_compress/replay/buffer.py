@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gym_compress.codec import Codec
 from gym_compress.replay.checkpoint import SavedBuffer
 from gym_compress.replay.file import ReplayFile
+from gym_compress.replay.prefetch import Prefetch
 from gym_compress.replay.settings import generator_from_json, generator_to_json
 from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair, write_row
 from gym_compress.replay.transitions import action_dim, action_dtype, transition_arrays
@@ -256,12 +257,65 @@ class CompressedReplayBuffer(SavedBuffer):
         """
         _check_batch_size(batch_size)
         with self._lock:
-            size = self.size()
-            if not size:
-                raise ValueError("Expected a buffer that holds transitions, but nothing was added yet")
-            rows = self._rng.integers(size, size=batch_size)
-            envs = self._rng.integers(self.n_envs, size=batch_size)
-            return self._samples(rows, envs, env)
+            return self._draw(batch_size, env)
+
+    def _draw(self, batch_size: int, env: Any = None) -> ReplaySamples:
+        size = self.size()
+        if not size:
+            raise ValueError("Expected a buffer that holds transitions, but nothing was added yet")
+        rows = self._rng.integers(size, size=batch_size)
+        envs = self._rng.integers(self.n_envs, size=batch_size)
+        return self._samples(rows, envs, env)
+
+    def prefetch(self, batch_size: int, depth: int = 2) -> Prefetch[ReplaySamples]:
+        """Draws batches ahead in a background thread, so that they are decoded while the network learns.
+
+        The batches are those that :meth:`sample` would draw, in its order, each of what the buffer held when
+        it was drawn: up to ``depth`` batches before it is taken. Batches that are drawn and not taken when
+        the block is left are drawn again by the next call, if nothing else was drawn meanwhile.
+
+        Args:
+            batch_size: How many transitions a batch has.
+            depth: How many batches are decoded ahead.
+
+        Returns:
+            A context manager that gives an endless iterator of :class:`ReplaySamples`. The first ``next``
+            begins; it raises what is raised in the thread, as the ValueError of an empty buffer. Leaving the
+            block ends the thread.
+
+        Raises:
+            ValueError: If ``batch_size`` or ``depth`` is below 1.
+
+        Example:
+            >>> import gymnasium as gym
+            >>> import numpy as np
+            >>> from gym_compress import CompressedReplayBuffer
+            >>> space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+            >>> rb = CompressedReplayBuffer(1000, space, gym.spaces.Discrete(6), device=None)
+            >>> obs = np.zeros((1, 4, 84, 84), np.uint8)
+            >>> rb.add(obs, obs, np.array([0]), np.array([1.0]), np.array([False]), [{}])
+            >>> with rb.prefetch(batch_size=32) as batches:
+            ...     for update in range(3):
+            ...         batch = next(batches)
+            >>> batch.observations.shape
+            (32, 4, 84, 84)
+        """
+        _check_batch_size(batch_size)
+        if operator.index(depth) < 1:
+            raise ValueError(f"depth is expected to be at least 1, actual value: {depth}")
+
+        def make() -> tuple[ReplaySamples, Any]:
+            with self._lock:
+                before = self._rng.bit_generator.state
+                return self._draw(batch_size), (before, self._rng.bit_generator.state)
+
+        def give_back(draws: list[Any]) -> None:
+            with self._lock:
+                for before, after in reversed(draws):
+                    if self._rng.bit_generator.state == after:
+                        self._rng.bit_generator.state = before
+
+        return Prefetch(make, depth, give_back)
 
     def get(self, indices: Any) -> ReplaySamples:
         """The transitions with given indices, for those who draw by themselves.
