@@ -2,6 +2,7 @@
 
     python examples/cleanrl_dqn_atari.py --total-timesteps 20000 --learning-starts 1000
     python examples/cleanrl_dqn_atari.py --no-compressed ...
+    python examples/cleanrl_dqn_atari.py --prefetch ...       # batches are decoded while the network learns
 
 Needs the extra ``atari`` and PyTorch; ``--no-compressed`` needs the extra ``sb3``, whose replay buffer it
 uses, and ``--tensorboard`` needs tensorboard. Both memories hold the same transitions and draw from them
@@ -11,6 +12,7 @@ uniformly, each with a generator of its own.
 import argparse
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 
 import ale_py
@@ -41,6 +43,8 @@ class Args:
     """transitions in the replay memory"""
     compressed: bool = True
     """whether the replay memory is compressed"""
+    prefetch: bool = False
+    """whether batches of the compressed memory are decoded ahead in the background"""
     learning_rate: float = 1e-4
     """of Adam"""
     gamma: float = 0.99
@@ -109,6 +113,8 @@ if __name__ == "__main__":
         else:
             parser.add_argument(name, type=type(field.default), default=field.default)
     args = Args(**vars(parser.parse_args()))
+    if args.prefetch and not args.compressed:
+        parser.error("--prefetch needs the compressed memory")
 
     random.seed(args.seed)
     np.random.seed(args.seed)  # noqa: NPY002 (SB3's buffer draws from it)
@@ -158,47 +164,51 @@ if __name__ == "__main__":
     start_time = time.time()
     loss = torch.zeros(())
     obs, _ = envs.reset(seed=args.seed)
-    for global_step in range(0, args.total_timesteps, args.num_envs):
-        # act
-        epsilon = linear_schedule(
-            args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
-        )
-        if random.random() < epsilon:
-            actions = np.array([envs.single_action_space.sample() for _ in range(args.num_envs)])
-        else:
-            actions = q_network(torch.as_tensor(obs, device=device)).argmax(dim=1).cpu().numpy()
-        next_obs, rewards, terminations, truncations, infos = envs.step(actions)
+    with rb.prefetch(args.batch_size) if args.prefetch else nullcontext() as batches:
+        for global_step in range(0, args.total_timesteps, args.num_envs):
+            # act
+            epsilon = linear_schedule(
+                args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
+            )
+            if random.random() < epsilon:
+                actions = np.array([envs.single_action_space.sample() for _ in range(args.num_envs)])
+            else:
+                actions = q_network(torch.as_tensor(obs, device=device)).argmax(dim=1).cpu().numpy()
+            next_obs, rewards, terminations, truncations, infos = envs.step(actions)
 
-        # what follows the last observation of an episode is not the first one of the next
-        real_next_obs = next_obs
-        if "final_obs" in infos:
-            real_next_obs = next_obs.copy()
-            for i in np.flatnonzero(terminations | truncations):
-                real_next_obs[i] = infos["final_obs"][i]
-                episode = infos["final_info"]["episode"]
-                print(f"step {global_step}, episode of {episode['l'][i]} steps, return {episode['r'][i]:.0f}")
-                if writer:
-                    writer.add_scalar("charts/episodic_return", episode["r"][i], global_step)
-        rb.add(obs, real_next_obs, actions, rewards, terminations, infos)
-        obs = next_obs
+            # what follows the last observation of an episode is not the first one of the next
+            real_next_obs = next_obs
+            if "final_obs" in infos:
+                real_next_obs = next_obs.copy()
+                for i in np.flatnonzero(terminations | truncations):
+                    real_next_obs[i] = infos["final_obs"][i]
+                    episode = infos["final_info"]["episode"]
+                    length, total = episode["l"][i], episode["r"][i]
+                    print(f"step {global_step}, episode of {length} steps, return {total:.0f}")
+                    if writer:
+                        writer.add_scalar("charts/episodic_return", total, global_step)
+            rb.add(obs, real_next_obs, actions, rewards, terminations, infos)
+            obs = next_obs
 
-        # learn
-        if global_step > args.learning_starts:
-            if global_step // args.num_envs % args.train_frequency == 0:
-                data = rb.sample(args.batch_size)
-                with torch.no_grad():
-                    target_max, _ = target_network(data.next_observations).max(dim=1)
-                    td_target = data.rewards.flatten() + args.gamma * target_max * (1 - data.dones.flatten())
-                old_val = q_network(data.observations).gather(1, data.actions).squeeze(1)
-                loss = F.mse_loss(td_target, old_val)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                if writer and global_step % 100 == 0:
-                    writer.add_scalar("losses/td_loss", loss, global_step)
-                    writer.add_scalar("charts/SPS", global_step / (time.time() - start_time), global_step)
-            if global_step // args.num_envs % args.target_network_frequency == 0:
-                target_network.load_state_dict(q_network.state_dict())
+            # learn
+            if global_step > args.learning_starts:
+                if global_step // args.num_envs % args.train_frequency == 0:
+                    data = next(batches) if args.prefetch else rb.sample(args.batch_size)
+                    with torch.no_grad():
+                        target_max, _ = target_network(data.next_observations).max(dim=1)
+                        td_target = data.rewards.flatten() + args.gamma * target_max * (
+                            1 - data.dones.flatten()
+                        )
+                    old_val = q_network(data.observations).gather(1, data.actions).squeeze(1)
+                    loss = F.mse_loss(td_target, old_val)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    if writer and global_step % 100 == 0:
+                        writer.add_scalar("losses/td_loss", loss, global_step)
+                        writer.add_scalar("charts/SPS", global_step / (time.time() - start_time), global_step)
+                if global_step // args.num_envs % args.target_network_frequency == 0:
+                    target_network.load_state_dict(q_network.state_dict())
 
     sps = args.total_timesteps / (time.time() - start_time)
     filled = rb.size() / rb.buffer_size
