@@ -40,6 +40,8 @@ EXAMPLES = {  # what is run, and what it prints
     " --exploration-fraction 10 --buffer-size 1000": r"episode of \d+ steps, return \d+[\s\S]* memory 0\.\d MB, in arrays 39\.\d MB",
     "cleanrl_dqn_atari.py --total-timesteps 150 --learning-starts 100 --buffer-size 100"
     " --no-compressed": r"replay memory 5\.6 MB, in arrays 5\.6 MB",
+    "cleanrl_dqn_atari.py --total-timesteps 150 --learning-starts 100 --buffer-size 100"
+    " --prefetch": r"replay memory 0\.\d MB, in arrays 5\.6 MB",
     "planet_pixels.py --episodes 2 --max-steps 60 --updates 2 --length 10 --buffer-size 1000": r"120 .* 0\.\d+ MB .* 1\.5 MB",
 }
 
@@ -55,3 +57,27 @@ def test_examples_run(command, expected):
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # small networks train slower on threads that wait
     )
     assert re.search(expected, run.stdout)
+
+
+def test_ppo_learns_the_same_from_compressed_rollouts():
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "cleanrl_ppo_atari.py"),
+        "--total-timesteps",
+        "96",
+        "--num-envs",
+        "3",
+    ]
+    command += ["--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "2"]
+    losses = {}
+    for flag in ("--compressed", "--no-compressed"):
+        run = subprocess.run(
+            [*command, flag],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        losses[flag] = re.findall(r"policy loss (\S+), value loss (\S+),", run.stdout)
+    assert len(losses["--compressed"]) == 2
+    assert losses["--compressed"] == losses["--no-compressed"]

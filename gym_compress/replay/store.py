@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from gym_compress.batch import CompressedBatch
 from gym_compress.chunk import fit, read_pieces
 from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
 from gym_compress.errors import CorruptDataError
@@ -39,12 +40,13 @@ def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[A
     """A batch of one observation an environment as it can be written; see :func:`gym_compress.chunk.fit`.
 
     Returns:
-        An array ``(n_envs, *shape)`` of the dtype; or a list, if the batch is one with compressed
-        observations.
+        An array ``(n_envs, *shape)`` of the dtype; or a list, if observations are compressed.
 
     Raises:
         ValueError: If there are more or fewer observations, or one does not fit.
     """
+    if isinstance(batch, CompressedBatch):
+        batch = list(batch)
     if not isinstance(batch, (list, tuple)) or not any(isinstance(o, CompressedObservation) for o in batch):
         array, expected = np.asarray(batch), (n_envs, *shape)
         if array.shape != expected:

@@ -1,0 +1,171 @@
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+
+from gym_compress import CompressedReplayBuffer
+from tests.envs import assert_same
+from tests.test_buffer import ACTIONS, PIXELS, filled
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    assert not threads()
+
+
+def drawn(batches, count):
+    return [next(batches) for _ in range(count)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_batches_are_those_that_sample_would_draw(depth):
+    ahead, plain = filled(60)[0], filled(60)[0]
+    with ahead.prefetch(8, depth) as batches:
+        assert not threads()  # nothing is drawn before it is wanted
+        got = drawn(batches, 12)
+        assert len(threads()) == 1
+    assert not threads()
+    for mine, other in zip(got, [plain.sample(8) for _ in range(12)], strict=True):
+        assert_same(tuple(mine), tuple(other))
+
+
+def test_what_was_not_taken_is_drawn_again():
+    ahead, plain = filled(60)[0], filled(60)[0]
+    for count in (3, 0, 1):
+        with ahead.prefetch(8, 4) as batches:
+            got = drawn(batches, count)
+            for mine in got:
+                assert_same(tuple(mine), tuple(plain.sample(8)))
+    assert_same(tuple(ahead.sample(8)), tuple(plain.sample(8)))
+
+
+def test_what_others_drew_meanwhile_is_not_drawn_again():
+    """A draw after those ahead leaves them as they are; the generator never goes back over it."""
+    buffer, _ = filled(60)
+    with buffer.prefetch(8, 2) as batches:
+        next(batches)
+        with batches._changed:
+            assert batches._changed.wait_for(lambda: len(batches._ready) == 2, timeout=30)
+        taken = buffer.sample(8)
+    plain, _ = filled(60)
+    assert_same(tuple(taken), tuple([plain.sample(8) for _ in range(4)][3]))
+    assert_same(tuple(buffer.sample(8)), tuple(plain.sample(8)))
+
+
+def test_an_error_reaches_who_asks_and_the_next_call_tries_again():
+    buffer = CompressedReplayBuffer(50, PIXELS, ACTIONS, None, seed=0)
+    with buffer.prefetch(4) as batches:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="nothing was added yet"):
+                next(batches)
+        obs = np.ones((1, *PIXELS.shape), np.uint8)
+        buffer.add(obs, obs, np.array([3]), np.array([2.0]), np.array([False]), [{}])
+        assert_same(next(batches).observations, np.repeat(obs, 4, axis=0))
+
+
+def test_batches_before_an_error_come_first(monkeypatch):
+    buffer, _ = filled(60)
+    plain, _ = filled(60)
+    draw, calls = CompressedReplayBuffer._draw, []
+
+    def failing(self, batch_size):
+        calls.append(batch_size)
+        if len(calls) == 3:
+            raise MemoryError("no memory")
+        return draw(self, batch_size)
+
+    monkeypatch.setattr(CompressedReplayBuffer, "_draw", failing)
+    with buffer.prefetch(8, 5) as batches:
+        got = drawn(batches, 2)
+        with pytest.raises(MemoryError, match="no memory"):
+            next(batches)
+    monkeypatch.undo()
+    for mine in got:
+        assert_same(tuple(mine), tuple(plain.sample(8)))
+
+
+def test_an_error_in_the_block_ends_the_thread():
+    buffer, _ = filled(60)
+    batches = buffer.prefetch(8)
+
+    def leave():
+        with batches:
+            next(batches)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        leave()
+    assert not threads()
+
+
+def test_batches_are_had_within_one_block_alone():
+    buffer, _ = filled(60)
+    batches = buffer.prefetch(8)
+    with pytest.raises(RuntimeError, match="within a with block"):
+        next(batches)
+    with batches:
+        next(batches)
+    with pytest.raises(RuntimeError, match="within a with block"):
+        next(batches)
+    with pytest.raises(RuntimeError, match="call prefetch again"), batches:
+        pass
+
+
+@pytest.mark.parametrize(("batch_size", "depth"), [(0, 2), (-1, 2), (4, 0), (4, -3)])
+def test_numbers_below_one_are_refused(batch_size, depth):
+    with pytest.raises(ValueError, match="at least 1, actual value"):
+        filled(60)[0].prefetch(batch_size, depth)
+
+
+def test_adding_meanwhile_tears_nothing():
+    """Each transition is whole: its reward says which it is."""
+    buffer, source = filled(60, capacity=20)
+    with buffer.prefetch(16, 3) as batches:
+        for i in range(60, 400):
+            old = source[i % 60]
+            buffer.add(old, source[(i + 1) % 60], [i % 6], [float(i)], [False], [{}])
+            if i % 4 == 0:
+                batch = next(batches)
+                steps = batch.rewards[:, 0].astype(int)
+                assert_same(batch.observations, source[steps % 60, 0])
+                assert_same(batch.actions[:, 0], steps % 6)
+
+
+def test_frames_in_a_file(tmp_path):
+    buffer, _ = filled(60)
+    buffer.save(tmp_path / "memory.replay")
+    lazy = CompressedReplayBuffer.load(tmp_path / "memory.replay", device=None, lazy=True)
+    with lazy, lazy.prefetch(8) as batches:
+        for mine in drawn(batches, 5):
+            assert_same(tuple(mine), tuple(buffer.sample(8)))
+
+
+def _in_child(batches, pipe):
+    try:
+        next(batches)
+    except RuntimeError as error:
+        pipe.send(str(error))
+    batches.__exit__(None, None, None)  # as when the child leaves the block
+    pipe.send("left")
+
+
+def test_a_forked_process_is_told():
+    buffer, _ = filled(60)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    with buffer.prefetch(8) as batches:
+        next(batches)
+        child = context.Process(target=_in_child, args=(batches, theirs))
+        child.start()
+        assert ours.poll(30)
+        assert "in this process" in ours.recv()
+        assert ours.poll(30)
+        assert ours.recv() == "left"
+        child.join()
+        next(batches)
