@@ -92,6 +92,25 @@ def outcome(path, want, lazy):
     return "same"
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_what_is_refused_is_closed_while_the_error_is_still_held(path, tmp_path, lazy):
+    """Else SQLite would delete the log of another file that has taken its name by then."""
+    whole = path.read_bytes()
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    errors = []
+    for place in range(3000, len(whole), len(whole) // 90):
+        data = bytearray(whole)
+        data[place : place + 64] = bytes(64)
+        (folder / "bad.replay").write_bytes(data)
+        try:
+            load(folder / "bad.replay", device=None, lazy=lazy).close()
+        except CorruptDataError as error:
+            errors.append(error)
+        assert [file.name for file in folder.iterdir()] == ["bad.replay"]
+    assert errors
+
+
 def test_damage_gives_the_right_data_or_is_refused(path, tmp_path):
     whole = path.read_bytes()
     with load(path, device=None) as buffer:

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -217,18 +217,21 @@ class FileReader:
 
     def _chunk_table(self, next_id: int) -> tuple[ChunkTable, int]:
         """The table of chunks, and the sum of the hashes of its rows."""
-        rows = self._connected().execute("SELECT * FROM chunks WHERE id < ? ORDER BY id", [next_id])
+        select = "SELECT * FROM chunks WHERE id < ? ORDER BY id"
         codecs: list[Codec] = []
         total = 0
 
-        def numbers() -> Iterator[tuple[int, ...]]:
+        def numbers(rows: sqlite3.Cursor) -> Iterator[tuple[int, ...]]:
             nonlocal total
             for row in rows:
                 total += row_hash(row)
                 codecs.append(codec_of(row[5]))
                 yield row[:5]
 
-        ids, checksums, streams, firsts, nbytes = np.fromiter(numbers(), np.dtype((np.int64, 5))).T.copy()
+        # as long as a cursor is open, a connection closes in name only: an error would keep it
+        with closing(self._connected().execute(select, [next_id])) as rows:
+            found = np.fromiter(numbers(rows), np.dtype((np.int64, 5)))
+        ids, checksums, streams, firsts, nbytes = found.T.copy()
         if len(ids) and not (
             ids[0] > 0 and streams.min() >= 0 and 0 < nbytes.min() <= nbytes.max() <= MOST_CHUNK
         ):
@@ -306,14 +309,12 @@ class FileReader:
             most = int(table.nbytes.max(initial=0)) + OVERHEAD
             connection = self._connected()
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
-            rows = connection.execute(
-                "SELECT data FROM chunks LEFT JOIN blobs USING (id) WHERE id < ? ORDER BY id",
-                [self.checkpoint.next_id],
-            )
-            for chunk, (data,) in zip(self.stored_chunks(table), rows, strict=True):
-                data = self._checked(chunk.id, chunk.checksum, data)
-                content = self._unpacked(chunk.id, data, chunk.nbytes, chunk.codec)
-                yield Chunk(content, chunk.nbytes, chunk.codec, sealed=True)
+            select = "SELECT data FROM chunks LEFT JOIN blobs USING (id) WHERE id < ? ORDER BY id"
+            with closing(connection.execute(select, [self.checkpoint.next_id])) as rows:
+                for chunk, (data,) in zip(self.stored_chunks(table), rows, strict=True):
+                    data = self._checked(chunk.id, chunk.checksum, data)
+                    content = self._unpacked(chunk.id, data, chunk.nbytes, chunk.codec)
+                    yield Chunk(content, chunk.nbytes, chunk.codec, sealed=True)
 
     def check_array(
         self, spec: dict[str, Any], name: str, shape: tuple[int, ...], dtypes: Sequence[np.dtype[Any]]
