@@ -16,10 +16,17 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
-from gym_compress import Codec, CompressedFrameStack, CompressObservation, decompress_batch
+from gym_compress import (
+    Codec,
+    CompressedFrameStack,
+    CompressedReplayBuffer,
+    CompressObservation,
+    decompress_batch,
+)
 from gym_compress.codec import decode
 from gym_compress.compare import Replay, record
 from gym_compress.stream import FrameCompressor
+from gym_compress.wrappers import vector
 
 CODECS = ["lz4:5", "lz4hc:5", "zstd:1", "zstd:5"]
 
@@ -104,3 +111,45 @@ def test_leaf(benchmark, nbytes, compressed):
     read = decompress_batch if compressed else np.stack
     rng = random.Random(0)
     benchmark(lambda: read([kept[rng.randrange(5000)] for _ in range(32)]))
+
+
+@pytest.mark.benchmark(group="64 steps of ALE's 8 environments, Seaquest")
+@pytest.mark.parametrize("codec", [None, "none", "lz4hc:5", "auto"], ids=str)
+def test_vector_step(benchmark, codec):
+    env = ale_py.AtariVectorEnv("seaquest", num_envs=8)
+    env = env if codec is None else vector.CompressObservation(env, codec=codec)
+    env.reset(seed=0)
+    actions = np.random.default_rng(0).integers(18, size=(64, 8))
+    benchmark(lambda: [env.step(each) for each in actions])
+
+
+@pytest.fixture(scope="session")
+def transitions(recording):
+    """Stacks of a recording, as views, and what is stored with each."""
+    stacks = np.lib.stride_tricks.sliding_window_view(recording.images[""], (4, 84, 84))[:, 0, 0]
+    zero = np.zeros(1)
+    return [(a[None], b[None], zero, zero, zero, [{}]) for a, b in itertools.pairwise(stacks)]
+
+
+SPACES = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8), gym.spaces.Discrete(18)
+
+
+@pytest.mark.benchmark(group="add 120 transitions of 4x84x84")
+@pytest.mark.parametrize("codec", ["none", *CODECS])
+def test_add(benchmark, transitions, codec):
+    buffer, turn = CompressedReplayBuffer(2000, *SPACES, None, codec=codec), itertools.cycle(transitions)
+    benchmark(lambda: [buffer.add(*next(turn)) for _ in range(120)])
+
+
+@pytest.mark.benchmark(group="sample 32 transitions of 4x84x84")
+@pytest.mark.parametrize("kind", ["bytes copied, memory used again", "bytes copied", "none", *CODECS])
+def test_sample(benchmark, transitions, kind):
+    nbytes = 32 * 5 * 84 * 84  # each frame of obs and next_obs once
+    if kind.startswith("bytes"):
+        source, out = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+        benchmark(source.copy if kind == "bytes copied" else lambda: np.copyto(out, source))
+        return
+    buffer = CompressedReplayBuffer(2000, *SPACES, None, codec=kind)
+    for transition in transitions[:2000]:
+        buffer.add(*transition)
+    benchmark(lambda: buffer.sample(32))
