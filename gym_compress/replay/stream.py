@@ -61,7 +61,7 @@ class Stream:
         self._end: int
         self._own: Chunk | None  # the chunk that is being written, which the newest row refers to
         self._own_first: int  # where its range begins
-        self._last: NDArray[Any] | None  # the bits of the newest observation, if it came as an array
+        self._last: bytes | None  # the newest observation, if it came as an array
         self._numbers: list[int]  # their numbers
         self._shift: int  # by how many slices observations moved on last
         self.clear()
@@ -99,15 +99,11 @@ class Stream:
             self.seal()  # a chunk that stays open would stay in front of those that come and go
         else:
             slices = self._slicing.cut(np.asarray(observation))
-            words = _words(slices)
-            numbers = self._shared(words, moves)
+            numbers = self._shared(slices, moves)
             if len(numbers) < len(slices):
-                last, self._last = self._last, None  # what follows may fail
+                self._last = None  # what follows may fail
                 numbers.extend([self._append(slice_) for slice_ in slices[len(numbers) :]])
-                if last is None:
-                    last = np.empty_like(words)
-                last[...] = words
-                self._numbers, self._last = numbers, last
+                self._numbers, self._last = numbers, slices.tobytes()
         first = numbers[0]
         follow = numbers == list(range(first, first + len(numbers)))
         reference = first if follow else tuple(numbers)
@@ -122,18 +118,16 @@ class Stream:
             self._own, self._own_first = chunk, first
         return self._own_first + index
 
-    def _shared(self, words: NDArray[Any], moves: bool) -> list[int]:
+    def _shared(self, slices: NDArray[Any], moves: bool) -> list[int]:
         """The numbers of the first slices, as far as they are the newest observation's last, bit for bit."""
-        last, count = self._last, self._slicing.count
+        last, count = self._last, len(slices)
         if last is None:
             return []
         likely = (self._shift, 0) if moves else (0, self._shift)
         for shift in (*likely, *[shift for shift in range(1, count) if shift != self._shift]):
-            if shift < count:
-                apart = len(words) // count * shift
-                if (words[: len(words) - apart] == last[apart:]).all():
-                    self._shift = shift or self._shift
-                    return self._numbers[shift:]
+            if shift < count and last.endswith(slices[: count - shift].data):
+                self._shift = shift or self._shift
+                return self._numbers[shift:]
         return []
 
     def _adopt(self, observation: CompressedObservation) -> list[int] | None:
@@ -402,9 +396,3 @@ class _Adopted:
         self.end = 0
         self.saved = 0
         self.saving = 0
-
-
-def _words(slices: NDArray[Any]) -> NDArray[Any]:
-    """The bits of slices as a flat array that is quick to compare."""
-    flat = slices.reshape(-1).view(np.uint8)
-    return flat if slices[0].nbytes % 8 else flat.view(np.uint64)
