@@ -63,6 +63,9 @@ class Codec:
     210x160x3  100800  4                 144x, 212 us, 5.6      345x,  30 us, 3.5
     ========= ======= ================= ====================== ======================
 
+    In vector environments, ``"auto"`` is ``lz4hc:2`` below 32 KiB, which all of them wait for: 84x84 at 12
+    frames a chunk gives 51x, 4 us, 4.2.
+
     Richer images narrow the difference in size and widen that in time: CarRacing at 96x96x3 gives 24x, 99 us,
     9.2 with ``lz4hc:5`` and 27x, 22 us, 16.6 with ``zstd:1``.
 
