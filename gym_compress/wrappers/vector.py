@@ -26,8 +26,12 @@ __all__ = ["CompressObservation", "CompressedFrameStack"]
 _Step = tuple[Any, Any, Any, Any, dict[str, Any]]
 
 
-class _VectorWrapper(VectorWrapper[Any, Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
+class _VectorWrapper(VectorWrapper, gym.utils.RecordConstructorArgs):
     """What both wrappers have in common: whose observation a row is, and where an episode ended."""
+
+    # there also where construction fails: Gymnasium up to 1.2 closes what is deleted
+    _compressors: Any = None
+    _stacks: Sequence[ObservationStacker] = ()
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         VectorWrapper.__init__(self, env)
