@@ -6,7 +6,6 @@ observations.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import lru_cache
 from typing import Any
@@ -14,20 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gym_compress.array_like import ArrayLike
 from gym_compress.chunk import Chunk, Piece, read_pieces
+from gym_compress.compressed_array import CompressedArray
 from gym_compress.observation import CompressedObservation, Layout
 
 __all__ = ["CompressedBatch", "decompress_batch"]
 
 
-class CompressedBatch(ArrayLike):
+class CompressedBatch(CompressedArray):
     """The observations of several environments, as a vector environment gives them at a step.
 
     It is immutable and behaves as an array of shape ``(num_envs, *observation)`` where reading is meant.
-    ``batch[i]`` and iteration give :class:`gym_compress.CompressedObservation`; every other index gives what
-    NumPy gives of the array. To put another observation in the place of one, as with ``final_obs``, make a
-    list of it: ``observations = list(batch)``. Replay memory takes either.
+    ``batch[i]`` and iteration give :class:`gym_compress.CompressedObservation`, slices and lists of indices a
+    smaller batch; every other index is NumPy's, and gives an array. To put another observation in the place
+    of one, as with ``final_obs``, make a list of it: ``observations = list(batch)``. Replay memory takes
+    either.
 
     :func:`gym_compress.decompress_batch` of a list of batches gives an array of ``(time, env, ...)``.
 
@@ -75,12 +75,16 @@ class CompressedBatch(ArrayLike):
         return map(CompressedObservation, self._sources, self._layouts)
 
     def __getitem__(self, key: Any) -> Any:
-        """The observation of an environment; or, with another key than an integer, what NumPy gives."""
-        try:
-            env = operator.index(key)
-        except TypeError:
-            return np.asarray(self)[key]
-        return CompressedObservation(self._sources[env], self._layouts[env])
+        """The observation of an environment, a batch of those of some, or what NumPy gives of the array."""
+        env, *rest = key if isinstance(key, tuple) and key else (key,)
+        if isinstance(env, (int, np.integer)) and not isinstance(env, bool):
+            observation = CompressedObservation(self._sources[env], self._layouts[env])
+            return observation[tuple(rest)] if isinstance(key, tuple) else observation
+        if isinstance(key, (slice, list, np.ndarray)):
+            envs = np.arange(len(self))[key]
+            if envs.ndim == 1 and envs.size:
+                return CompressedBatch._of([self[env] for env in envs])
+        return np.asarray(self)[key]
 
     def _pieces(self) -> Iterator[tuple[Chunk, Piece]]:
         nbytes = self._layouts[0].nbytes
@@ -89,8 +93,8 @@ class CompressedBatch(ArrayLike):
             for chunk, (to, to_end, start, end) in observation._pieces():
                 yield chunk, (base + to, base + to_end, start, end)
 
-    def _is(self, other: CompressedBatch) -> bool:
-        return len(self) == len(other) and all(map(CompressedObservation._is, self, other))
+    def _same_bytes(self, other: CompressedBatch) -> bool:
+        return len(self) == len(other) and all(map(CompressedObservation._same_bytes, self, other))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompressedBatch._of, (list(self),)
@@ -98,7 +102,7 @@ class CompressedBatch(ArrayLike):
 
 @lru_cache(maxsize=512)
 def _shared(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    """The same tuple for the same layouts, which come again as chunks are filled."""
+    """The same tuple for the same layouts: as long as no episode ends, they come again, chunk by chunk."""
     return layouts
 
 
@@ -113,17 +117,15 @@ def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
             :class:`CompressedObservation`, :class:`CompressedBatch`, arrays, numbers, or dicts and tuples of
             these, nested as Dict and Tuple spaces nest them.
         out: Where to write: a C-contiguous array of exactly the result's shape and dtype, in native byte
-            order
-            (of a torch tensor, its ``.numpy()``); for dicts and tuples, a dict or tuple of such arrays.
+            order (of a torch tensor, its ``.numpy()``); for dicts and tuples, a dict or tuple of such arrays.
 
     Returns:
-        An array of shape ``(len(observations), *shape)``, or a dict or tuple of such arrays; ``out`` if
-        given.
+        An array of shape ``(len(observations), *shape)``, or a dict or tuple of such arrays: ``out``, if that
+        is given.
 
     Raises:
         ValueError: If the batch is empty, if observations differ in shape, dtype or keys (the message names
-            the
-            index), or if ``out`` does not fit. Nothing is written then.
+            the index), or if ``out`` does not fit. Nothing is written then.
         TypeError: If this is no batch, or holds something that is no observation.
 
     Example:
@@ -154,8 +156,8 @@ def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
     return result
 
 
-# What is left to do for a leaf: the array to fill, the pieces of chunks that go into it, and rows that are
-# arrays.
+# What is left to do for a leaf: the array to fill, the pieces of chunks that go into it, and the rows of it
+# that are arrays already.
 _Job = tuple[NDArray[Any], dict[Chunk, list[Piece]], dict[int, NDArray[Any]]]
 
 
@@ -216,7 +218,7 @@ def _destination(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDAr
 
 
 def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> NDArray[Any]:
-    first = batch[0] if isinstance(batch[0], ArrayLike) else np.asarray(batch[0])
+    first = batch[0] if isinstance(batch[0], CompressedArray) else np.asarray(batch[0])
     shape, dtype, nbytes = first.shape, first.dtype.newbyteorder("="), first.nbytes
     wanted: dict[Chunk, list[Piece]] = {}
     arrays: dict[int, NDArray[Any]] = {}
@@ -239,8 +241,12 @@ def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> ND
         elif type(observation) is CompressedBatch:
             if observation.shape != shape or observation.dtype != dtype:
                 raise ValueError(_differs(name, i, shape, dtype, observation))
-            for chunk, (to, to_end, start, end) in observation._pieces():
-                wanted.setdefault(chunk, []).append((base + to, base + to_end, start, end))
+            at = base
+            for source, layout in zip(observation._sources, observation._layouts, strict=True):
+                for which, (to, to_end, start, end) in layout.pieces:
+                    chunk = source if isinstance(source, Chunk) else source[which]
+                    wanted.setdefault(chunk, []).append((at + to, at + to_end, start, end))
+                at += layout.nbytes
         else:
             array = np.asarray(observation)
             if array.dtype.hasobject:

@@ -13,9 +13,9 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_differing_spaces
 
-from gym_compress.array_like import ArrayLike
 from gym_compress.chunk import Chunk, Piece
 from gym_compress.codec import Codec, resolve_codec
+from gym_compress.compressed_array import CompressedArray
 from gym_compress.errors import CorruptDataError
 
 __all__ = ["CompressedBox", "CompressedObservation", "Layout", "layout_of", "stack"]
@@ -86,7 +86,7 @@ def _stacked_layout(layouts: tuple[Layout, ...], places: tuple[tuple[int, ...], 
     return layout_of((len(layouts), *first.shape), first.dtype, segments)
 
 
-class CompressedObservation(ArrayLike):
+class CompressedObservation(CompressedArray):
     """An observation whose frames are kept compressed, shared with its neighbours.
 
     It is immutable and behaves as an array where reading is meant (it has no arithmetic): NumPy, PyTorch and
@@ -183,7 +183,7 @@ class CompressedObservation(ArrayLike):
         for which, piece in self._layout.pieces:
             yield chunks[which], piece
 
-    def _is(self, other: CompressedObservation) -> bool:
+    def _same_bytes(self, other: CompressedObservation) -> bool:
         return self._source is other._source and self._layout is other._layout
 
     def _segments(self) -> Iterator[tuple[Chunk, int, int]]:
@@ -264,7 +264,7 @@ class CompressedBox(spaces.Box):
 
     def contains(self, x: Any) -> bool:
         """Whether an array or observation is in the space: its shape, its dtype and all its values."""
-        return super().contains(np.asarray(x) if isinstance(x, ArrayLike) else x)
+        return super().contains(np.asarray(x) if isinstance(x, CompressedArray) else x)
 
     def to_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
         """Observations as nested lists."""

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Slicing"]
+__all__ = ["Newest", "Slicing"]
 
 # Along an axis of at most this many entries, "auto" looks for frames that were stacked.
 _MOST_SLICES = 16
+
+# Bytes into which the newest slices can move on before they are moved back.
+_MOST_ROOM = 2**20
 
 
 class Slicing:
@@ -69,3 +72,54 @@ class Slicing:
     def join(self, moved: NDArray[Any]) -> NDArray[Any]:
         """Observations in their own shape, from ones with the stacked axis first; a view."""
         return np.moveaxis(moved, -len(self.shape), self.axis - len(self.shape)) if self.axis else moved
+
+
+class Newest:
+    """The slices of the newest observation of a stream, to find out what the next one shares with it.
+
+    Whoever pushes sets ``known`` when all that belongs to the observation is done: it is False meanwhile, and
+    stays so if an exception came, by a signal too; then nothing is shared.
+    """
+
+    def __init__(self, slicing: Slicing) -> None:
+        self.known = False
+        self._count: int = slicing.count
+        self._nbytes = slicing.slice_nbytes
+        self._shift = 1  # by how many slices observations moved on last
+        # slices one after another, up to an end that moves on
+        self._bytes, self._end = bytearray(slicing.nbytes + min(3 * slicing.nbytes, _MOST_ROOM)), 0
+
+    def moved(self, slices: NDArray[Any], *, likely: int | None = None) -> int:
+        """By how many slices an observation moved on from the newest one, bit for bit.
+
+        Args:
+            slices: The observation's slices, ``(count, *slice_shape)``, C-contiguous.
+            likely: What to try first, in place of what was so last.
+
+        Returns:
+            0 if it is the same, and the number of its slices if nothing is shared.
+        """
+        if self.known:
+            first = self._shift if likely is None else likely
+            shift: int
+            for shift in (first, self._shift, *range(self._count)):
+                kept = self._count - shift
+                if kept > 0 and self._ends_with(slices[:kept]):
+                    self._shift = shift or self._shift
+                    return shift
+        return self._count
+
+    def _ends_with(self, slices: NDArray[Any]) -> bool:
+        return self._bytes.startswith(slices.data, self._end - slices.nbytes)  # a memcmp, in place
+
+    def push(self, slices: NDArray[Any], count: int) -> None:
+        """Takes the last slices of an observation, those by which it moved on."""
+        self.known = False
+        new = slices[len(slices) - count :]
+        end = self._end + new.nbytes
+        if end > len(self._bytes):  # the others move to the front
+            end = self._count * self._nbytes
+            others = end - new.nbytes
+            self._bytes[:others] = self._bytes[self._end - others : self._end]
+        memoryview(self._bytes)[end - new.nbytes : end] = new.reshape(-1).view(np.uint8).data
+        self._end = end

@@ -148,7 +148,7 @@ def one_read(monkeypatch, convert, obs):
     read_pieces = gym_compress.chunk.read_pieces
     with monkeypatch.context() as patch:
         patch.setattr(
-            "gym_compress.array_like.read_pieces", lambda *args: reads.append(1) or read_pieces(*args)
+            "gym_compress.compressed_array.read_pieces", lambda *args: reads.append(1) or read_pieces(*args)
         )
         converted = convert(obs)
     assert len(reads) == 1

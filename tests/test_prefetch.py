@@ -1,4 +1,5 @@
 import multiprocessing
+import pickle
 import threading
 
 import numpy as np
@@ -146,26 +147,54 @@ def test_frames_in_a_file(tmp_path):
             assert_same(tuple(mine), tuple(buffer.sample(8)))
 
 
-def _in_child(batches, pipe):
+def test_a_buffer_saved_in_the_block_goes_on_with_what_was_not_taken(tmp_path):
+    buffer, plain = filled(60)[0], filled(60)[0]
+    with buffer.prefetch(8, 3) as batches:
+        drawn(batches, 2)
+        with batches._changed:
+            assert batches._changed.wait_for(lambda: len(batches._ready) == 3, timeout=30)
+        buffer.save(tmp_path / "memory.replay")
+        pickled = pickle.loads(pickle.dumps(buffer))
+        going_on = drawn(batches, 2)
+    again = CompressedReplayBuffer.load(tmp_path / "memory.replay", device=None)
+    want = [plain.sample(8) for _ in range(4)][2:]
+    for source in (going_on, [again.sample(8), again.sample(8)], [pickled.sample(8), pickled.sample(8)]):
+        for mine, other in zip(source, want, strict=True):
+            assert_same(tuple(mine), tuple(other))
+
+
+def test_several_prefetch_at_once():
+    """Each gets batches of its own, whichever thread draws first."""
+    buffer, plain = filled(60)[0], filled(60)[0]
+    with buffer.prefetch(8, 2) as one, buffer.prefetch(8, 2) as other:
+        got = [next(batches).rewards.tobytes() for _ in range(10) for batches in (one, other)]
+    want = [plain.sample(8).rewards.tobytes() for _ in range(24)]
+    assert len(set(got)) == 20
+    assert set(got) <= set(want)
+
+
+def _in_child(batches, buffer, pipe):
     try:
         next(batches)
     except RuntimeError as error:
         pipe.send(str(error))
     batches.__exit__(None, None, None)  # as when the child leaves the block
-    pipe.send("left")
+    pipe.send(buffer.sample(4).observations.shape)
 
 
-def test_a_forked_process_is_told():
+def test_a_forked_process_is_told_and_has_the_buffer():
+    """Also if it was forked while the thread had the buffer's lock."""
     buffer, _ = filled(60)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    with buffer.prefetch(8) as batches:
-        next(batches)
-        child = context.Process(target=_in_child, args=(batches, theirs))
-        child.start()
-        assert ours.poll(30)
-        assert "in this process" in ours.recv()
-        assert ours.poll(30)
-        assert ours.recv() == "left"
-        child.join()
+    with buffer.prefetch(2000, 50) as batches:
+        for _ in range(6):
+            next(batches)
+            child = context.Process(target=_in_child, args=(batches, buffer, theirs))
+            child.start()
+            assert ours.poll(30)
+            assert "in this process" in ours.recv()
+            assert ours.poll(30)
+            assert ours.recv() == (4, *PIXELS.shape)
+            child.join()
         next(batches)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import os
-import threading
+from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from gym_compress.codec import Codec
 from gym_compress.replay.checkpoint import SavedBuffer
 from gym_compress.replay.file import ReplayFile
+from gym_compress.replay.locks import fork_safe_lock
 from gym_compress.replay.prefetch import Prefetch
 from gym_compress.replay.settings import generator_from_json, generator_to_json
 from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair, write_row
@@ -132,7 +134,7 @@ class CompressedReplayBuffer(SavedBuffer):
         # Whether the sequence of observations ends with a row: an episode's end, or a reset without one.
         self._ends = np.zeros(rows, np.bool_)
         self._rng = np.random.default_rng(seed)
-        self._lock = threading.Lock()
+        self._set_up_threads()
         if path is not None:
             self._checked_settings()  # what could not be saved is refused before the file is made
             self._keep_in(ReplayFile.create(path))
@@ -271,8 +273,12 @@ class CompressedReplayBuffer(SavedBuffer):
         """Draws batches ahead in a background thread, so that they are decoded while the network learns.
 
         The batches are those that :meth:`sample` would draw, in its order, each of what the buffer held when
-        it was drawn: up to ``depth`` batches before it is taken. Batches that are drawn and not taken when
-        the block is left are drawn again by the next call, if nothing else was drawn meanwhile.
+        it was drawn, up to ``depth`` batches before it is taken. When that is, the thread decides: if
+        transitions are added meanwhile, the same seed does not give the same batches again. :meth:`add` waits
+        while a batch is decoded.
+
+        Batches that nobody took count as not drawn: when the block is left, the next call draws them again,
+        as a buffer does that was saved in the block and loaded; unless something else was drawn after them.
 
         Args:
             batch_size: How many transitions a batch has.
@@ -304,18 +310,21 @@ class CompressedReplayBuffer(SavedBuffer):
         if operator.index(depth) < 1:
             raise ValueError(f"depth is expected to be at least 1, actual value: {depth}")
 
-        def make() -> tuple[ReplaySamples, Any]:
+        def make() -> tuple[ReplaySamples, _Draw]:
             with self._lock:
                 before = self._rng.bit_generator.state
-                return self._draw(batch_size), (before, self._rng.bit_generator.state)
+                batch = self._draw(batch_size)
+                draw = before, self._rng.bit_generator.state
+                self._ahead.append(draw)
+                return batch, draw
 
-        def give_back(draws: list[Any]) -> None:
+        def give_back(draws: list[_Draw]) -> None:
             with self._lock:
-                for before, after in reversed(draws):
-                    if self._rng.bit_generator.state == after:
-                        self._rng.bit_generator.state = before
+                self._rng.bit_generator.state = _undrawn(self._rng, draws)
+                for draw in draws:
+                    self._ahead.remove(draw)
 
-        return Prefetch(make, depth, give_back)
+        return Prefetch(make, depth, taken=self._ahead.remove, give_back=give_back)
 
     def get(self, indices: Any) -> ReplaySamples:
         """The transitions with given indices, for those who draw by themselves.
@@ -405,7 +414,13 @@ class CompressedReplayBuffer(SavedBuffer):
         return ReplaySamples(*[map_leaves(self._to_torch, array) for array in arrays])
 
     def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "generator": generator_to_json(self._rng)}
+        return {**super()._settings(), "generator": generator_to_json(self._generator())}
+
+    def _generator(self) -> np.random.Generator:
+        """The generator as it is if nothing was drawn ahead."""
+        generator = copy.deepcopy(self._rng)
+        generator.bit_generator.state = _undrawn(self._rng, list(self._ahead))
+        return generator
 
     def _row_arrays(self) -> dict[str, NDArray[Any]]:
         return {**super()._row_arrays(), "ends": self._ends}
@@ -447,11 +462,29 @@ class CompressedReplayBuffer(SavedBuffer):
         return torch.from_numpy(array).to(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_ahead")}
+        return {**state, "_rng": self._generator()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._set_up_threads()
+
+    def _set_up_threads(self) -> None:
+        self._lock = fork_safe_lock()
+        self._ahead: deque[_Draw] = deque()  # what prefetching drew and nobody has taken
+
+
+# The states of a generator before and after a batch was drawn.
+_Draw = tuple[Any, Any]
+
+
+def _undrawn(generator: np.random.Generator, draws: list[_Draw]) -> Any:
+    """The state of a generator before some draws, oldest first, as far as nothing was drawn after them."""
+    state = generator.bit_generator.state
+    for before, after in reversed(draws):
+        if state == after:
+            state = before
+    return state
 
 
 def _check_batch_size(batch_size: int) -> None:

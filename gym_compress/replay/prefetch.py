@@ -22,13 +22,19 @@ class Prefetch(Generic[T]):
     Args:
         make: Makes the next item, in the thread, and a receipt for it.
         depth: How many items are made ahead.
-        give_back: Takes the receipts for the items that nobody took, oldest first, when the block is left.
+        taken: Is given the receipt for each item that is taken.
+        give_back: Is given those for the items that nobody took, oldest first, when the block is left.
     """
 
     def __init__(
-        self, make: Callable[[], tuple[T, Any]], depth: int, give_back: Callable[[list[Any]], None]
+        self,
+        make: Callable[[], tuple[T, Any]],
+        depth: int,
+        *,
+        taken: Callable[[Any], None],
+        give_back: Callable[[list[Any]], None],
     ) -> None:
-        self._make, self._depth, self._give_back = make, depth, give_back
+        self._make, self._depth, self._taken, self._give_back = make, depth, taken, give_back
         self._ready: deque[tuple[T, Any]] = deque()
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -63,10 +69,14 @@ class Prefetch(Generic[T]):
                 self._thread.start()
             self._changed.wait_for(lambda: self._ready or self._error or self._left)
             if self._ready:
-                item, _ = self._ready.popleft()
+                item, receipt = self._ready.popleft()
+                self._taken(receipt)
                 self._changed.notify_all()
                 return item
-            error, self._error, self._thread = self._error, None, None
+            thread, self._thread = self._thread, None
+            error, self._error = self._error, None
+        if error:
+            thread.join()  # it ends with the error
         raise error or RuntimeError("The with block was left while this thread waited for a batch")
 
     def _run(self) -> None:

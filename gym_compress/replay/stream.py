@@ -16,7 +16,7 @@ from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
 from gym_compress.replay.format import MOST_CHUNK
 from gym_compress.replay.reading import StoredChunk
-from gym_compress.slicing import Slicing
+from gym_compress.slicing import Newest, Slicing
 
 __all__ = ["Stream", "Wanted"]
 
@@ -61,9 +61,8 @@ class Stream:
         self._end: int
         self._own: Chunk | None  # the chunk that is being written, which the newest row refers to
         self._own_first: int  # where its range begins
-        self._last: bytes | None  # the newest observation, if it came as an array
+        self._newest: Newest  # the slices of the newest observation, if it came as an array
         self._numbers: list[int]  # their numbers
-        self._shift: int  # by how many slices observations moved on last
         self.clear()
 
     def clear(self) -> None:
@@ -71,7 +70,7 @@ class Stream:
         self.evicted.extend([id_ for id_ in self.ids if id_])
         fresh: dict[str, Any] = {"_chunks": [], "_adopted": {}, "_waiting": [], "_numbers": []}
         fresh |= {name: array("q") for name in ("ids", "_firsts", "_users")}
-        fresh |= {"_gone": 0, "_end": 1, "_own": None, "_own_first": 0, "_last": None, "_shift": 1}
+        fresh |= {"_gone": 0, "_end": 1, "_own": None, "_own_first": 0, "_newest": Newest(self._slicing)}
         self.__dict__.update(fresh)  # at once
 
     @property
@@ -95,15 +94,17 @@ class Stream:
         """
         numbers = self._adopt(observation) if isinstance(observation, CompressedObservation) else None
         if numbers is not None:
-            self._last = None
+            self._newest.known = False
             self.seal()  # a chunk that stays open would stay in front of those that come and go
         else:
             slices = self._slicing.cut(np.asarray(observation))
-            numbers = self._shared(slices, moves)
-            if len(numbers) < len(slices):
-                self._last = None  # what follows may fail
-                numbers.extend([self._append(slice_) for slice_ in slices[len(numbers) :]])
-                self._numbers, self._last = numbers, slices.tobytes()
+            shift = self._newest.moved(slices, likely=None if moves else 0)
+            numbers = self._numbers[shift:]
+            if shift:
+                self._newest.push(slices, shift)
+                numbers += [self._append(slice_) for slice_ in slices[len(slices) - shift :]]
+                self._numbers = numbers
+                self._newest.known = True
         first = numbers[0]
         follow = numbers == list(range(first, first + len(numbers)))
         reference = first if follow else tuple(numbers)
@@ -117,18 +118,6 @@ class Stream:
             first = self._register(chunk, self._writer.frames_per_chunk)
             self._own, self._own_first = chunk, first
         return self._own_first + index
-
-    def _shared(self, slices: NDArray[Any], moves: bool) -> list[int]:
-        """The numbers of the first slices, as far as they are the newest observation's last, bit for bit."""
-        last, count = self._last, len(slices)
-        if last is None:
-            return []
-        likely = (self._shift, 0) if moves else (0, self._shift)
-        for shift in (*likely, *[shift for shift in range(1, count) if shift != self._shift]):
-            if shift < count and last.endswith(slices[: count - shift].data):
-                self._shift = shift or self._shift
-                return self._numbers[shift:]
-        return []
 
     def _adopt(self, observation: CompressedObservation) -> list[int] | None:
         """Takes the chunks of an observation over as they are; None if its bytes do not lie in slices."""

@@ -12,10 +12,11 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+from numpy.typing import NDArray
 
 from gym_compress.batch import CompressedBatch
 from gym_compress.codec import Codec, resolve_codec
-from gym_compress.slots import StackCompressor
+from gym_compress.stack_compressor import StackCompressor
 from gym_compress.stream import FrameCompressor, box_nbytes, compressed_space, compressors_of, seal_all
 from gym_compress.tree import map_leaves, map_space, replace_leaves
 from gym_compress.wrappers.compress import recorded
@@ -37,28 +38,25 @@ class _VectorWrapper(VectorWrapper, gym.utils.RecordConstructorArgs):
         VectorWrapper.__init__(self, env)
         self._autoreset_mode = _autoreset_mode(env)
         self._leaves = map_space(lambda leaf: leaf, env.single_observation_space)
-        self._all = range(env.num_envs)
+        self._all = list(range(env.num_envs))
 
     def _slots(self, observations: Any, infos: dict[str, Any]) -> Sequence[int]:
         """The number of each row's environment: all in their order, or those that the infos name."""
         lengths: set[int] = set()
         map_leaves(lambda _, leaf: lengths.add(len(leaf)), self._leaves, observations)
-        if lengths == {self.num_envs}:
-            return self._all
-        slots: list[int] = np.asarray(infos.get("env_id", ())).tolist()
-        if lengths != {len(slots)} or not slots or len(set(slots) & set(self._all)) < len(slots):
+        # what an environment itself has in its infos under this name comes with a mask, "_env_id"
+        named = "env_id" in infos and "_env_id" not in infos
+        slots: list[int] = np.asarray(infos["env_id"]).tolist() if named else self._all
+        if lengths != {len(slots)} or (slots != self._all and len({*slots} & {*self._all}) < len(slots)):
             raise ValueError(
                 f"Expected observations of {self.num_envs} environments, or of those that infos['env_id'] "
                 f"names, got {sorted(lengths)} observations and names {slots}"
             )
         return slots
 
-    def _final(self, infos: dict[str, Any], terminated: Any, truncated: Any) -> dict[int, Any]:
+    def _final(self, infos: dict[str, Any], ended: NDArray[np.bool_]) -> dict[int, Any]:
         """The last observations of the episodes that ended in a step, by row."""
-        final = infos.get("final_obs")
-        if final is None:
-            return {}
-        rows = np.flatnonzero(np.logical_or(terminated, truncated)).tolist()
+        final, rows = infos["final_obs"], np.flatnonzero(ended).tolist()
         if isinstance(final, np.ndarray) and final.dtype.hasobject:
             return {row: final[row] for row in rows if final[row] is not None}
         # of an array, as ALE's environment gives, the other rows have no meaning
@@ -87,8 +85,6 @@ def _autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode | None:
 
 def _with_final(infos: dict[str, Any], final: dict[int, Any], rows: int) -> dict[str, Any]:
     """The infos with other last observations: an array of objects, None where no episode ended."""
-    if not final:
-        return infos
     observations = np.full(rows, None, dtype=object)
     for row, observation in final.items():
         observations[row] = observation
@@ -143,7 +139,8 @@ class CompressObservation(_VectorWrapper):
             env: The environment; the observation space of a single one is a Box, Dict or Tuple.
             stack_size: How many frames an observation stacks along its first axis, 1 for none, or ``"auto"``
                 to look for them if that axis is short. A wrong number costs memory and never a value.
-            codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``.
+            codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``, which is
+                ``"lz4hc:2"`` for small frames here: all environments wait for it.
             frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
 
         Raises:
@@ -172,11 +169,12 @@ class CompressObservation(_VectorWrapper):
         """
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         slots = self._slots(observations, infos)
-        final = {
-            row: map_leaves(partial(_alone, slot=slots[row]), self._compressors, last)
-            for row, last in self._final(infos, terminated, truncated).items()
-        }
-        infos = _with_final(infos, final, len(slots))
+        if "final_obs" in infos:
+            final = {
+                row: map_leaves(partial(_alone, slot=slots[row]), self._compressors, last)
+                for row, last in self._final(infos, np.logical_or(terminated, truncated)).items()
+            }
+            infos = _with_final(infos, final, len(slots))
         return self._compress(observations, slots), rewards, terminated, truncated, infos
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -200,7 +198,7 @@ class CompressObservation(_VectorWrapper):
 
 def _alone(compressor: StackCompressor | None, observation: Any, *, slot: int) -> Any:
     """The observation of one environment, compressed."""
-    return copy.deepcopy(observation) if compressor is None else compressor([observation], [slot])[0]
+    return copy.deepcopy(observation) if compressor is None else compressor.one(observation, slot)
 
 
 class CompressedFrameStack(_VectorWrapper):
@@ -245,7 +243,8 @@ class CompressedFrameStack(_VectorWrapper):
             stack_size: How many observations are stacked.
             padding_type: What fills a stack after a reset: ``"reset"`` for the first observation, ``"zero"``
                 for a zero-like instance of the single observation space, or an observation.
-            codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``.
+            codec: A :class:`gym_compress.Codec`, its string such as ``"zstd:1"``, or ``"auto"``, which is
+                ``"lz4hc:2"`` for small frames here: all environments wait for it.
             frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
 
         Raises:
@@ -291,7 +290,8 @@ class CompressedFrameStack(_VectorWrapper):
 
         def stacked(batch: spaces.Space[Any], leaf: spaces.Space[Any]) -> spaces.Space[Any]:
             if not isinstance(batch, spaces.Box):
-                return batch_space(leaf, env.num_envs)
+                rows = len(batch) if isinstance(batch, spaces.Tuple) else (batch.shape or (env.num_envs,))[0]
+                return batch_space(leaf, rows)
             low, high = (
                 np.repeat(bound[:, None], self.stack_size, axis=1) for bound in (batch.low, batch.high)
             )
@@ -310,18 +310,22 @@ class CompressedFrameStack(_VectorWrapper):
         """
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         slots, ended = self._slots(observations, infos), np.logical_or(terminated, truncated)
-        resets = self._autoreset_mode == AutoresetMode.SAME_STEP
-        final = self._final(infos, terminated, truncated) if resets else {}
+        same_step = self._autoreset_mode == AutoresetMode.SAME_STEP
         # all is taken before anything is pushed, so an observation that does not fit changes no stack
+        has_final = same_step and "final_obs" in infos
+        final = self._final(infos, ended) if has_final else {}
         final = {row: self._stacks[slots[row]].take(last) for row, last in final.items()}
         frames = self._take(observations, slots)
-        final = {row: self._stacks[slots[row]].push(frame) for row, frame in final.items()}
-        for slot, end in zip(slots, ended.tolist(), strict=True):
-            self._begins[slot] |= resets and end
-        stacks = self._push(frames, slots)
-        for slot, end in zip(slots, ended.tolist(), strict=True):
-            self._begins[slot] = end and self._autoreset_mode == AutoresetMode.NEXT_STEP
-        return stacks, rewards, terminated, truncated, _with_final(infos, final, len(slots))
+        if has_final:
+            final = {row: self._stacks[slots[row]].push(frame) for row, frame in final.items()}
+            infos = _with_final(infos, final, len(slots))
+        ends = dict(zip(slots, ended.tolist(), strict=True))
+        if same_step:
+            self._begins = [begins or ends.get(slot, False) for slot, begins in enumerate(self._begins)]
+        self._push(frames)
+        if self._autoreset_mode == AutoresetMode.NEXT_STEP:
+            self._begins = [ends.get(slot, begins) for slot, begins in enumerate(self._begins)]
+        return self._batch(slots), rewards, terminated, truncated, infos
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Resets the environments; a stack is the padding and the first observation.
@@ -335,26 +339,39 @@ class CompressedFrameStack(_VectorWrapper):
         mask = np.array((options or {}).get("reset_mask", True), dtype=np.bool_)
         observations, infos = self.env.reset(seed=seed, options=options)
         slots = self._slots(observations, infos)
-        frames = self._take(observations, slots)
-        kept = np.broadcast_to(~mask, self.num_envs).tolist()
-        for slot in range(self.num_envs):
-            if kept[slot] and self._newest[slot] is not None:
-                frames.pop(slot, None)
-            else:
-                self._begins[slot] = True
-        return self._push(frames, slots), infos
+        resets = np.broadcast_to(mask, self.num_envs).tolist()
+        resets = [reset or newest is None for reset, newest in zip(resets, self._newest, strict=True)]
+        frames = self._take(observations, slots, resets)
+        self._begins = [begins or reset for begins, reset in zip(self._begins, resets, strict=True)]
+        self._push(frames)
+        return self._batch(slots), infos
 
-    def _take(self, observations: Any, slots: Sequence[int]) -> dict[int, Any]:
-        """The observation of each environment as it can be stacked."""
-        return {slot: self._stacks[slot].take(self._row(observations, row)) for row, slot in enumerate(slots)}
+    def _take(
+        self, observations: Any, slots: Sequence[int], wanted: Sequence[bool] | None = None
+    ) -> dict[int, Any]:
+        """The observation of each environment, or of those that are wanted, as it can be stacked."""
+        return {
+            slot: self._stacks[slot].take(self._row(observations, row))
+            for row, slot in enumerate(slots)
+            if wanted is None or wanted[slot]
+        }
 
-    def _push(self, frames: dict[int, Any], slots: Sequence[int]) -> Any:
-        """Moves stacks on, and returns the stacks of some environments as a batch."""
+    def _push(self, frames: dict[int, Any]) -> None:
         for slot, frame in frames.items():
             stack = self._stacks[slot]
             self._newest[slot] = stack.restart(frame) if self._begins[slot] else stack.push(frame)
             self._begins[slot] = False
-        return map_leaves(_batch, self._compressors, self._stacked, *[self._newest[slot] for slot in slots])
+
+    def _batch(self, slots: Sequence[int]) -> Any:
+        """The newest stacks of some environments."""
+
+        def leaf(compressor: Any, space: spaces.Space[Any], *stacks: Any) -> Any:
+            if compressor is not None:
+                return CompressedBatch._of(stacks)
+            out: Any = create_empty_array(space, len(stacks))
+            return concatenate(space, stacks, out)
+
+        return map_leaves(leaf, self._compressors, self._stacked, *[self._newest[slot] for slot in slots])
 
     def close(self, **kwargs: Any) -> None:
         """Closes the environments and compresses the newest frames, which were raw so far."""
@@ -363,11 +380,3 @@ class CompressedFrameStack(_VectorWrapper):
                 stack.seal()
         finally:
             super().close(**kwargs)
-
-
-def _batch(compressor: Any, space: spaces.Space[Any], *stacks: Any) -> Any:
-    """The stacks of several environments as one."""
-    if compressor is not None:
-        return CompressedBatch._of(stacks)
-    out: Any = create_empty_array(space, len(stacks))
-    return concatenate(space, stacks, out)

@@ -30,8 +30,8 @@ import gym_compress.replay.store
 from gym_compress import Codec, CompressedFrameStack, CompressedReplayBuffer
 from gym_compress.chunk import ChunkWriter
 from gym_compress.compare import Replay, machine, make_env, record
-from gym_compress.replay.stream import Stream
-from gym_compress.slots import StackCompressor, _Stack
+from gym_compress.slicing import Newest
+from gym_compress.stack_compressor import StackCompressor
 
 SPACE = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
 FRAMES = 6000
@@ -39,7 +39,7 @@ PARTS = ["encode", "decode", "compare", "append", "gather"]
 TIMED = {
     "encode": [(Codec, "encode")],
     "decode": [(gym_compress.chunk, "decode")],
-    "compare": [(Stream, "_shared"), (_Stack, "ends_with")],
+    "compare": [(Newest, "moved")],
     "append": [(ChunkWriter, "append")],
     "gather": [(gym_compress.replay.store, "read_pieces")],
 }

@@ -11,10 +11,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from gym_compress.chunk import Chunk, Piece, read_pieces
 
-__all__ = ["ArrayLike"]
+__all__ = ["CompressedArray"]
 
 
-class ArrayLike:
+class CompressedArray:
     """An immutable array that is decoded each time it is read; it has no arithmetic.
 
     A subclass says where its bytes lie, and gives ``__getitem__`` and ``__iter__``.
@@ -36,7 +36,7 @@ class ArrayLike:
         """The chunks that hold the array's bytes, and which of them go where."""
         raise NotImplementedError
 
-    def _is(self, other: Any) -> bool:
+    def _same_bytes(self, other: Any) -> bool:
         """Whether another object of the same class refers to the very same bytes."""
         raise NotImplementedError
 
@@ -80,7 +80,7 @@ class ArrayLike:
             ValueError: If ``copy`` is False, since an array cannot be had without writing one.
         """
         if copy is False:
-            raise ValueError("A compressed observation cannot be turned into an array without a copy")
+            raise ValueError("Compressed observations cannot be turned into an array without a copy")
         out: NDArray[Any] = np.empty(self.shape, self.dtype)
         if out.size:
             wanted: dict[Chunk, list[Piece]] = {}
@@ -98,10 +98,10 @@ class ArrayLike:
             BufferError: If ``copy`` is False, or another device than the CPU is asked for.
         """
         if copy is False:
-            raise BufferError("A compressed observation cannot be handed over without a copy")
+            raise BufferError("Compressed observations cannot be handed over without a copy")
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(
-                f"A compressed observation is decoded into the CPU's memory, not device {dl_device}"
+                f"Compressed observations are decoded into the CPU's memory, not device {dl_device}"
             )
         array = np.asarray(self)
         try:
@@ -122,7 +122,7 @@ class ArrayLike:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, type(self)):
-            if self._is(other) and self.dtype.kind != "f":  # a NaN is equal to nothing
+            if self._same_bytes(other) and self.dtype.kind != "f":  # a NaN is equal to nothing
                 return True
         elif not isinstance(other, (list, tuple)) and not hasattr(other, "__array__"):
             return NotImplemented
