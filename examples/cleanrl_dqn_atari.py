@@ -127,8 +127,7 @@ if __name__ == "__main__":
 
         writer = SummaryWriter(f"runs/{args.env_id.replace('/', '-')}__dqn__{args.seed}__{int(time.time())}")
 
-    # env setup: an episode's last observation comes in the infos, and the next episode's first with the same
-    # step
+    # env setup: an episode's last observation comes in the infos, the next episode's first with the same step
     envs = SyncVectorEnv(
         [lambda: make_env(args.env_id)] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP
     )
@@ -161,7 +160,7 @@ if __name__ == "__main__":
             handle_timeout_termination=False,
         )
 
-    start_time = time.time()
+    start_time = learning_since = time.time()
     loss = torch.zeros(())
     obs, _ = envs.reset(seed=args.seed)
     with rb.prefetch(args.batch_size) if args.prefetch else nullcontext() as batches:
@@ -191,7 +190,9 @@ if __name__ == "__main__":
             obs = next_obs
 
             # learn
-            if global_step > args.learning_starts:
+            if global_step <= args.learning_starts:
+                learning_since, learning_step = time.time(), global_step
+            else:
                 if global_step // args.num_envs % args.train_frequency == 0:
                     data = next(batches) if args.prefetch else rb.sample(args.batch_size)
                     with torch.no_grad():
@@ -210,11 +211,11 @@ if __name__ == "__main__":
                 if global_step // args.num_envs % args.target_network_frequency == 0:
                     target_network.load_state_dict(q_network.state_dict())
 
-    sps = args.total_timesteps / (time.time() - start_time)
+    sps = (args.total_timesteps - learning_step) / (time.time() - learning_since)
     filled = rb.size() / rb.buffer_size
     plain = rb.nbytes if args.compressed else rb.observations.nbytes + rb.next_observations.nbytes
     taken = rb.cbytes if args.compressed else plain * filled
-    print(f"{sps:.0f} steps a second, loss {loss.item():.5f}")
+    print(f"{sps:.1f} steps a second while learning, loss {loss.item():.5f}")
     print(f"replay memory {taken / 1e6:,.1f} MB, in arrays {plain * filled / 1e6:,.1f} MB")
     envs.close()
     if writer:

@@ -102,7 +102,7 @@ if __name__ == "__main__":
     args = Args(**vars(parser.parse_args()))
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
-    num_iterations = args.total_timesteps // batch_size
+    num_iterations = max(args.total_timesteps // batch_size, 1)
 
     random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -116,8 +116,7 @@ if __name__ == "__main__":
     agent = Agent(int(envs.single_action_space.n)).to(device)
     optimizer = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
 
-    # storage of a rollout: observations are kept as they come, or in a dense array; one minibatch for the
-    # network
+    # storage of a rollout: observations are kept as they come, or in a dense array, and one minibatch of them
     shape = envs.single_observation_space.shape
     kept: list = [None] * args.num_steps
     dense = None if args.compressed else np.zeros((args.num_steps, args.num_envs, *shape), np.uint8)
@@ -148,7 +147,7 @@ if __name__ == "__main__":
             done = torch.as_tensor(terminations | truncations, device=device).float()
             returns_so_far += reward
             for i in np.flatnonzero(terminations | truncations):
-                print(f"episode of environment {i}, return {returns_so_far[i]:.0f}")
+                print(f"episode of environment {i}, return of clipped rewards {returns_so_far[i]:.0f}")
                 returns_so_far[i] = 0
 
         # advantages (Schulman et al., 2016)
@@ -205,7 +204,7 @@ if __name__ == "__main__":
     plain = batch_size * int(np.prod(shape))
     if args.compressed:
         taken = sum(observation.cbytes for observation in observations) / shape[0]  # neighbours share frames
-        print(f"observations of a rollout take {taken / 1e6:.1f} MB, in an array {plain / 1e6:.1f} MB")
+        print(f"observations of a rollout take about {taken / 1e6:.1f} MB, in an array {plain / 1e6:.1f} MB")
     else:
         print(f"observations of a rollout take {plain / 1e6:.1f} MB")
     envs.close()

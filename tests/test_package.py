@@ -33,6 +33,28 @@ def test_only_the_codec_imports_blosc2():
     assert users == ["codec.py"]
 
 
+def test_imports_run_one_way():
+    """As the README's table of files says: from a file's own row and those above."""
+    table = re.search(r"\| file \| its job \|\n((?:\|.*\n)+)", (ROOT / "README.md").read_text())[1]
+    row_of = {}
+    for number, row in enumerate(table.splitlines()):
+        for name in re.findall(r"`([\w/.]+?)(?:\.py|/)`", row.split("|")[1]):
+            row_of["gym_compress." + name.replace("/", ".")] = number
+
+    def place(module):
+        """The row of a module, or of the package that it is in."""
+        return next((row_of[part] for part in (module, module.rsplit(".", 1)[0]) if part in row_of), None)
+
+    files = [file for file in (ROOT / "gym_compress").rglob("*.py") if not file.name.startswith("__")]
+    assert files
+    for file in files:
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        assert place(module) is not None, f"{module} has no row"
+        for other in re.findall(r"^\s*(?:from|import) (gym_compress\.[\w.]+)", file.read_text(), re.M):
+            assert place(other) is not None, f"{other} has no row"
+            assert place(other) <= place(module), f"{module} imports {other}"
+
+
 EXAMPLES = {  # what is run, and what it prints
     "pong_memory.py --steps 400": r"400 .* MB .*11\.3 MB[\s\S]*a batch for the network: \(32, 4, 84, 84\), uint8",
     "sb3_dqn_atari.py --steps 300 --buffer-size 200 --learning-starts 250": r"200 transitions\n.*takes 0\.\d MB, in arrays 11\.3 MB",

@@ -160,6 +160,53 @@ def test_compressing_twice_changes_nothing(mode):
 
 
 @each_mode
+def test_what_is_compressed_is_not_written_again(mode, monkeypatch):
+    """Nor is what comes as final_obs."""
+    written, append = [], ChunkWriter.append
+
+    def counted(self, frame):
+        written.append(frame)
+        return append(self, frame)
+
+    inner = CompressObservation(make(mode=mode))
+    for outer in (CompressObservation(inner), CompressedFrameStack(inner, 3)):
+        outer.reset(seed=0)
+        written.clear()
+        finals = resets = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkWriter, "append", counted)
+            for _ in range(12):
+                *_, terminated, truncated, infos = outer.step(np.zeros(3, int))
+                finals += sum(last is not None for last in infos.get("final_obs", ()))
+                if mode == AutoresetMode.DISABLED and (terminated | truncated).any():
+                    outer.reset()
+                    resets += 1
+        assert len(written) == 3 * (12 + resets) + finals  # by the inner one
+        assert (finals > 0) == (mode == AutoresetMode.SAME_STEP)
+
+
+@pytest.mark.parametrize(
+    "wrap", [CompressObservation, lambda env: CompressedFrameStack(env, 3)], ids=["compress", "stack"]
+)
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))], ids=["copy", "pickle"]
+)
+def test_a_copy_goes_on_by_itself(wrap, again):
+    stacked = lambda: FrameStackObservation(AnyEnv(), 3)  # noqa: E731
+    first = wrap(SyncVectorEnv([stacked] * 2))
+    first.env.envs = [stacked(), stacked()]
+    first.reset(seed=0)
+    for _ in range(4):
+        first.step(np.zeros(2, int))
+    if again is not copy.deepcopy:
+        del first.env.env_fns  # lambdas
+    second = again(first)
+    for _ in range(9):
+        mine, other = (env.step(np.zeros(2, int))[0] for env in (first, second))
+        assert_same(mine, np.asarray(other))
+
+
+@each_mode
 def test_stacks_of_environments_share_their_frames(mode):
     """The environments stack; what a reset begins anew is kept, frame by frame, and no more."""
     wrap = lambda env: FrameStackObservation(env, 3)  # noqa: E731
@@ -306,10 +353,11 @@ class Recorded(VectorWrapper):
 @pytest.mark.parametrize(
     "mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.value
 )
-def test_rows_belong_to_the_environments_that_the_infos_name(mode):
-    record = Recorded(Some(mode))
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_rows_belong_to_the_environments_that_the_infos_name(mode, rows):
+    record = Recorded(Some(mode, rows))
     ours = CompressedFrameStack(record, 3, frames_per_chunk=2)
-    assert ours.observation_space.shape == (2, 3, 24, 20)
+    assert ours.observation_space.shape == (rows, 3, 24, 20)
     queues, begins = {}, dict.fromkeys(range(3), True)
     kept = []
 
@@ -323,7 +371,7 @@ def test_rows_belong_to_the_environments_that_the_infos_name(mode):
     obs, infos = ours.reset(seed=0)
     for _ in range(60):
         frames, slots = record.given[0], infos["env_id"]
-        ended = np.zeros(2, bool)
+        ended = np.zeros(rows, bool)
         if len(record.given) == 5:
             ended = record.given[2]
         for row, slot in enumerate(slots):
@@ -335,10 +383,25 @@ def test_rows_belong_to_the_environments_that_the_infos_name(mode):
                 begins[slot] = True
         if "final_obs" in infos:
             assert [last is None for last in infos["final_obs"]] == (~ended).tolist()
-        obs, *_, infos = ours.step(np.zeros(2, int))
-    assert len(kept) > 120 or mode == AutoresetMode.NEXT_STEP
+        obs, *_, infos = ours.step(np.zeros(rows, int))
+    assert len(kept) >= 60 * rows
     for mine, other in kept:
         assert_same(mine, other)
+
+
+def test_env_id_of_an_environments_own_infos_has_another_meaning():
+    class Named(AnyEnv):
+        def step(self, action):
+            *rest, infos = super().step(action)
+            return *rest, {**infos, "env_id": 7}
+
+    def make(wrap):
+        return SyncVectorEnv(
+            [lambda episodes=episodes: wrap(Named(PIXELS, episodes)) for episodes in LENGTHS]
+        )
+
+    ours, theirs = make(lambda env: env), make(lambda env: FrameStackObservation(env, 3))
+    assert_equal_runs(CompressedFrameStack(ours, 3), theirs)
 
 
 @pytest.mark.parametrize("ids", [None, [0, 0], [0, 3], [-1, 1], [0]])
@@ -620,7 +683,27 @@ def test_a_batch_gives_the_observations_of_environments(kept):
         for index in (0, 2, -1, np.int64(1)):
             assert isinstance(batch[index], CompressedObservation)
             assert_same(batch[index], array[index])
-        for key in (slice(1, 3), [2, 0], np.array([True, False, True]), (1, 2), (..., 0), None):
+        for key in (
+            slice(1, 3),
+            slice(None, None, -2),
+            [2, 0],
+            np.array([True, False, True]),
+            np.array([1, 1]),
+        ):
+            assert isinstance(batch[key], CompressedBatch)
+            assert_same(batch[key], array[key])
+        for key in (
+            (1, 2),
+            (1,),
+            (np.int64(0), slice(2), 3),
+            (..., 0),
+            (slice(2), 1),
+            None,
+            True,
+            slice(3, 3),
+            [],
+        ):
+            assert isinstance(batch[key], np.ndarray)
             assert_same(batch[key], array[key])
         for index in (3, -4):
             with pytest.raises(IndexError):
@@ -698,3 +781,29 @@ def test_replay_memory_takes_batches_over_as_they_are(monkeypatch):
     batch = rb.get(np.arange(180))
     assert_same(batch.observations, np.concatenate([pair[0] for pair in dense]))
     assert_same(batch.next_observations, np.concatenate([pair[1] for pair in dense]))
+
+
+def test_replay_memory_takes_dicts_of_batches():
+    """With the last observation of an episode in the place of the first one of the next."""
+    ours, theirs = (make(DICT, AutoresetMode.SAME_STEP) for _ in range(2))
+    ours = CompressObservation(ours)
+    rb = CompressedReplayBuffer(300, ours.single_observation_space, ours.single_action_space, None, 3, seed=0)
+    obs, _ = ours.reset(seed=0)
+    dense, _ = theirs.reset(seed=0)
+    rows = []
+    for _ in range(20):
+        next_obs, reward, terminated, truncated, infos = ours.step(np.zeros(3, int))
+        dense_next, *_, dense_infos = theirs.step(np.zeros(3, int))
+        real = {key: list(batch) for key, batch in next_obs.items()}
+        want = {key: batch.copy() for key, batch in dense_next.items()}
+        for i in np.flatnonzero(terminated | truncated):
+            for key in real:
+                real[key][i] = infos["final_obs"][i][key]
+                want[key][i] = dense_infos["final_obs"][i][key]
+        rb.add(obs, real, np.zeros(3), reward, terminated, infos)
+        rows.append((dense, want))
+        obs, dense = next_obs, dense_next
+    batch = rb.get(np.arange(60))
+    for key in DICT:
+        assert_same(batch.observations[key], np.concatenate([row[0][key] for row in rows]))
+        assert_same(batch.next_observations[key], np.concatenate([row[1][key] for row in rows]))

@@ -30,7 +30,7 @@ __all__ = [
     "write_row",
 ]
 
-# In place of the number of a first slice: nothing is there; or, below zero, what is there is no run of
+# In place of the number of a first slice: nothing is there; or, below zero, something that is no run of
 # slices.
 _EMPTY, _ODD = 0, -1
 _INT32 = 2**31 - 1

@@ -40,6 +40,9 @@ class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.Recor
     images takes about twice the time of one from arrays (``pytest tests/benchmarks -k leaf``); a smaller leaf
     would be read no quicker and have less to save.
 
+    Observations are compressed as they come. For stacks, put :class:`gym_compress.CompressedFrameStack` in
+    the place of ``FrameStackObservation``, or over this wrapper: then each frame is kept once.
+
     A vector version of the wrapper exists: :class:`gym_compress.wrappers.vector.CompressObservation`.
 
     Example:

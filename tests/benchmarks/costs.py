@@ -4,9 +4,9 @@
 
 Needs Linux and the extra ``atari``. Plays recordings of random play back, so that neither the emulator nor a network is
 timed, and takes the time of the functions that encode, decode, compare and copy while a replay memory of 4x84x84 stacks is
-filled and sampled, a frame stack steps, and 8 environments' stacks are compressed. Timing itself costs 0.1 us a call. The
-rest of each is Python. For a sample, the limit is what it takes to write its bytes: into new memory, as samples are, and
-into memory that is used again.
+filled and sampled, a frame stack steps, and 8 environments' stacks are compressed. ``append`` copies frames into chunks,
+``gather`` pieces of decoded chunks into a batch; the rest is Python, checks, and what is copied to be compared with. For a
+sample, the limit is what it takes to write its bytes: into new memory, as samples are, and into memory that is used again.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--games", nargs="+", default=["Pong", "Breakout", "Seaquest"])
     args = parser.parse_args()
-    columns = ["total", *PARTS, "Python", "new memory", "used again"]
+    columns = ["total", *PARTS, "rest", "new memory", "used again"]
     table = Table("game", "us", *columns, title=machine())
     for game in track(args.games, "measuring"):
         for what, parts in measure(game).items():
-            parts["Python"] = parts["total"] - sum(parts.get(part, 0) for part in PARTS)
+            parts["rest"] = parts["total"] - sum(parts.get(part, 0) for part in PARTS)
             cells = [f"{parts[name]:,.1f}" if parts.get(name, 0) > 0.05 else "" for name in columns]
             table.add_row(game, what, *cells)
         table.add_section()

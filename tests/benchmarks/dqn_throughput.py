@@ -1,9 +1,10 @@
 """Steps a second of DQN on an Atari game: compressed memory, with and without prefetching, against SB3's dense one.
 
-    python tests/benchmarks/dqn_throughput.py [--pairs 7] [--steps 3000] [--env-id ALE/Pong-v5]
+    python tests/benchmarks/dqn_throughput.py [--pairs 10] [--steps 1500] [--env-id ALE/Pong-v5]
 
 Needs the extras ``atari`` and ``sb3``, and PyTorch. Runs ``examples/cleanrl_dqn_atari.py``, the same script for
-all, in a fresh process each time; the kinds take turns, so that a change of the machine's speed meets all of them.
+all, in a fresh process each time, and takes the steps a second from the first update on. The kinds take turns,
+so that a change of the machine's speed meets all of them; it is far from steady, so look at the quartiles.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from gym_compress.compare import machine
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "cleanrl_dqn_atari.py"
 KINDS = {
@@ -44,8 +47,8 @@ def run(env_id: str, steps: int, options: list[str]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--env-id", default="ALE/Pong-v5")
-    parser.add_argument("--pairs", type=int, default=7, help="runs of each kind")
-    parser.add_argument("--steps", type=int, default=3000, help="steps of a run")
+    parser.add_argument("--pairs", type=int, default=10, help="runs of each kind")
+    parser.add_argument("--steps", type=int, default=1500, help="steps of a run")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
     speeds: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -59,11 +62,15 @@ def main() -> None:
                 speeds[kind].append(speed)
                 progress.advance(task)
     dense = next(iter(speeds.values()))
-    table = Table("memory", "steps a second", "against dense", "MB", title=f"DQN, {args.env_id}")
+    columns = "memory", "steps a second", "against dense", "quartiles", "MB"
+    table = Table(*columns, title=f"DQN, {args.env_id}, {machine()}")
     for kind, each in speeds.items():
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(each, dense, strict=True))
-        table.add_row(kind, f"{statistics.median(each):.0f}", f"{ratio:.2f}", f"{memory[kind]:,.1f}")
-    Console().print(table)
+        low, ratio, high = statistics.quantiles(
+            ours / theirs for ours, theirs in zip(each, dense, strict=True)
+        )
+        median = f"{statistics.median(each):.0f}"
+        table.add_row(kind, median, f"{ratio:.2f}", f"{low:.2f} to {high:.2f}", f"{memory[kind]:,.1f}")
+    Console(width=120).print(table)
     if args.json:
         args.json.write_text(json.dumps({"speeds": speeds, "memory": memory}, indent=1))
 

@@ -14,6 +14,7 @@ import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 from gym_compress import (
@@ -121,6 +122,18 @@ def test_vector_step(benchmark, codec):
     env.reset(seed=0)
     actions = np.random.default_rng(0).integers(18, size=(64, 8))
     benchmark(lambda: [env.step(each) for each in actions])
+
+
+@pytest.mark.benchmark(group="64 steps of 8 environments, a recording played back")
+@pytest.mark.parametrize("stacked", ["in each environment", "compressed"])
+def test_vector_stack(benchmark, recording, stacked):
+    if stacked == "compressed":
+        env = vector.CompressedFrameStack(SyncVectorEnv([lambda: Replay(recording)] * 8), 4)
+    else:
+        env = SyncVectorEnv([lambda: FrameStackObservation(Replay(recording), 4)] * 8)
+    env.reset()
+    actions = np.zeros(8, np.int64)
+    benchmark(lambda: [env.step(actions) for _ in range(64)])
 
 
 @pytest.fixture(scope="session")
