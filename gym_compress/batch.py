@@ -78,6 +78,8 @@ class CompressedBatch(CompressedArray):
         """The observation of an environment, a batch of those of some, or what NumPy gives of the array."""
         env, *rest = key if isinstance(key, tuple) and key else (key,)
         if isinstance(env, (int, np.integer)) and not isinstance(env, bool):
+            if not -len(self) <= env < len(self):
+                raise IndexError(f"Environment {env} is out of range for a batch of {len(self)}")
             observation = CompressedObservation(self._sources[env], self._layouts[env])
             return observation[tuple(rest)] if isinstance(key, tuple) else observation
         if isinstance(key, (slice, list, np.ndarray)):
@@ -142,6 +144,8 @@ def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
     batch = list(observations)
     if not batch:
         raise ValueError("Expected at least one observation, got an empty batch")
+    if isinstance(batch[0], str):
+        raise TypeError("Expected observations, got strings: are they the keys of a Dict observation?")
     jobs: list[_Job] = []
     result = _prepare(batch, out, "observation", jobs)
     if out is not None:

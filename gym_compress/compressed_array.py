@@ -67,6 +67,12 @@ class CompressedArray:
             share += (end - start) * (chunk.cbytes / chunk.nbytes if chunk.sealed else 1.0)
         return math.ceil(share)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError(
+            f"A {type(self).__name__} never changes: put observations into a list of it, list(...), or "
+            "values into an array, np.array(...)"
+        )
+
     def __len__(self) -> int:
         shape = self.shape
         if not shape:

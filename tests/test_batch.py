@@ -255,3 +255,8 @@ def test_readers_beside_a_writer_get_whole_observations():
     for reader in readers:
         reader.join()
     assert not wrong
+
+
+def test_keys_of_a_dict_are_no_observations():
+    with pytest.raises(TypeError, match="got strings: are they the keys of a Dict observation"):
+        decompress_batch(["image", "vector"])

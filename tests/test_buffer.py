@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from gym_compress import CompressedFrameStack, CompressedReplayBuffer, CompressObservation
+from gym_compress import (
+    CompressedFrameStack,
+    CompressedObservation,
+    CompressedReplayBuffer,
+    CompressObservation,
+)
 from tests.envs import AnyEnv, MovingSquare, assert_same, play
+from tests.test_checkpoint import interrupting
 
 PIXELS = spaces.Box(0, 255, (4, 20, 18), np.uint8)
 MIXED = spaces.Dict(
@@ -422,3 +428,41 @@ def test_one_thread_adds_while_others_sample():
         reader.join()
     assert not wrong
     assert len(reads) > 10
+
+
+def test_an_interrupted_add_leaves_each_row_whole():
+    """Ctrl+C at any line of an add to a full buffer: no row is new in part."""
+    buffer, source = filled(60, capacity=5)
+    interrupted = 0
+    for lines in range(1, 200):
+        i = 60 + lines
+        before = sys.gettrace()
+        sys.settrace(interrupting(lines))
+        try:
+            buffer.add(source[i % 50], source[i % 50 + 1], [i % 6], [float(i)], [False], [{}])
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(before)
+        batch = buffer.get(np.arange(5))
+        steps = batch.rewards[:, 0].astype(int)
+        places = np.where(steps < 60, steps, steps % 50)
+        assert_same(batch.observations, source[places, 0])
+        assert_same(batch.next_observations, source[places + 1, 0])
+        assert_same(batch.actions[:, 0], steps % 6)
+    assert interrupted > 100
+
+
+@pytest.mark.parametrize("action", [0.5, np.nan, 3e30, -0.1])
+def test_an_action_that_its_dtype_does_not_hold_is_refused(action):
+    buffer, source = filled(3)
+    with pytest.raises(ValueError, match="Expected actions of dtype int64, got the value"):
+        buffer.add(source[0], source[1], [action], [0.0], [False], [{}])
+    assert buffer.size() == 3
+
+
+def test_the_environment_of_an_observation_that_does_not_fit_is_named():
+    buffer, source = filled(3, n_envs=2)
+    good = CompressedObservation.from_frames(source[0, 0])
+    with pytest.raises(ValueError, match=r"Observation of environment 1: .* shape \(\)"):
+        buffer.add([good, None], [good, good], [0, 0], [0, 0], [0, 0], [{}, {}])

@@ -1,6 +1,9 @@
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -18,6 +21,14 @@ def threads():
 def _no_thread_is_left():
     yield
     assert not threads()
+
+
+def wait_for_ready(batches, count):
+    """Waits until so many are made ahead."""
+    deadline = time.monotonic() + 30
+    while batches._worker.ready.qsize() < count:
+        assert time.monotonic() < deadline
+        time.sleep(0)
 
 
 def drawn(batches, count):
@@ -51,8 +62,7 @@ def test_what_others_drew_meanwhile_is_not_drawn_again():
     buffer, _ = filled(60)
     with buffer.prefetch(8, 2) as batches:
         next(batches)
-        with batches._changed:
-            assert batches._changed.wait_for(lambda: len(batches._ready) == 2, timeout=30)
+        wait_for_ready(batches, 2)
         taken = buffer.sample(8)
     plain, _ = filled(60)
     assert_same(tuple(taken), tuple([plain.sample(8) for _ in range(4)][3]))
@@ -105,6 +115,67 @@ def test_an_error_in_the_block_ends_the_thread():
     assert not threads()
 
 
+def test_each_thread_that_waits_is_told_of_an_error(monkeypatch):
+    buffer = CompressedReplayBuffer(50, PIXELS, ACTIONS, None, seed=0)
+    draw, go = CompressedReplayBuffer._draw, threading.Event()
+
+    def slow(self, batch_size):
+        go.wait(30)
+        return draw(self, batch_size)
+
+    monkeypatch.setattr(CompressedReplayBuffer, "_draw", slow)
+    errors = []
+
+    def consume():
+        try:
+            next(batches)
+        except ValueError as error:
+            errors.append(str(error))
+
+    with buffer.prefetch(4) as batches:
+        consumers = [threading.Thread(target=consume) for _ in range(3)]
+        for consumer in consumers:
+            consumer.start()
+        go.set()
+        for consumer in consumers:
+            consumer.join(30)
+            assert not consumer.is_alive()
+    assert len(errors) == 3
+
+
+def test_interrupts_at_any_moment_end_the_block(tmp_path):
+    """Real signals, in a process of its own: the interrupt comes out, and nothing hangs."""
+    code = """
+import random, signal, threading
+import numpy as np
+from gymnasium import spaces
+from gym_compress import CompressedReplayBuffer
+
+rb = CompressedReplayBuffer(50, spaces.Box(0, 255, (24, 50), np.uint8), spaces.Discrete(2), None, seed=0)
+obs = np.zeros((1, 24, 50), np.uint8)
+for i in range(50):
+    rb.add(obs, obs, [0], [i], [0], [{}])
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+rng = random.Random(1)
+for trial in range(3000):
+    try:
+        with rb.prefetch(2) as batches:
+            next(batches)
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 1e-3))
+            while True:
+                next(batches)
+    except KeyboardInterrupt:
+        pass
+print("all", threading.active_count())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (run.stdout, run.stderr) == ("all 1\n", "")
+
+
 def test_batches_are_had_within_one_block_alone():
     buffer, _ = filled(60)
     batches = buffer.prefetch(8)
@@ -151,8 +222,7 @@ def test_a_buffer_saved_in_the_block_goes_on_with_what_was_not_taken(tmp_path):
     buffer, plain = filled(60)[0], filled(60)[0]
     with buffer.prefetch(8, 3) as batches:
         drawn(batches, 2)
-        with batches._changed:
-            assert batches._changed.wait_for(lambda: len(batches._ready) == 3, timeout=30)
+        wait_for_ready(batches, 3)
         buffer.save(tmp_path / "memory.replay")
         pickled = pickle.loads(pickle.dumps(buffer))
         going_on = drawn(batches, 2)

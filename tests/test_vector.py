@@ -577,6 +577,45 @@ def test_what_is_no_vector_environment_is_refused(wrap, env):
 
 
 @each_wrapper
+def test_infos_that_are_no_dict_are_refused(wrap):
+    ours = wrap(gym.wrappers.vector.DictInfoToList(make()))
+    with pytest.raises(
+        TypeError, match="infos that are a dict, got <class 'list'>: put wrappers that change them"
+    ):
+        ours.reset(seed=0)
+
+
+@pytest.mark.parametrize("ids", [[0.0, 1.0], [[0, 1]], "01", None], ids=str)
+def test_env_id_that_is_no_list_of_integers_has_no_meaning(ids):
+    class Odd(Some):
+        def step(self, actions):
+            return *super().step(actions)[:4], {"env_id": ids}
+
+    ours = CompressObservation(Odd(AutoresetMode.NEXT_STEP))
+    ours.reset(seed=0)
+    with pytest.raises(ValueError, match="observations of 3 environments"):
+        ours.step(np.zeros(2, int))
+
+
+@each_wrapper
+def test_final_obs_as_a_list_is_one_an_environment(wrap):
+    """Also of a Tuple space with as many parts as there are environments."""
+    space = spaces.Tuple([spaces.Box(0, 255, (40, 30), np.uint8)] * 3)
+
+    class Listed(Recorded):
+        def step(self, actions):
+            *rest, infos = super().step(actions)
+            if "final_obs" in infos:
+                infos = {**infos, "final_obs": list(infos["final_obs"])}
+            return *rest, infos
+
+    ours = wrap(Listed(make(space, AutoresetMode.SAME_STEP)))
+    stack = isinstance(ours, CompressedFrameStack)
+    theirs = make(space, AutoresetMode.SAME_STEP, lambda env: FrameStackObservation(env, 3) if stack else env)
+    assert_equal_runs(ours, theirs)
+
+
+@each_wrapper
 def test_wrong_actions_raise_gymnasiums_error(wrap):
     ours, theirs = wrap(make()), make()
     for env in (ours, theirs):
@@ -613,6 +652,52 @@ def test_an_observation_that_does_not_fit_changes_nothing(wrap):
         assert_same(after, np.concatenate([np.asarray(before)[:, 1:], frame[:, None]], axis=1))
     else:
         assert_same(after, env.given[0])
+
+
+@pytest.mark.parametrize("fails", ["unfit", "interrupt"])
+@pytest.mark.parametrize(
+    "mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=lambda mode: mode.value
+)
+def test_no_stack_reaches_over_an_end_in_a_step_that_failed(mode, fails, monkeypatch):
+    class Counting(gym.Env):
+        observation_space = spaces.Box(0, 255, (1,), np.uint8)
+        action_space = spaces.Discrete(2)
+        count = 0
+
+        def _observe(self):
+            Counting.count += 1
+            return np.array([Counting.count], np.uint8)
+
+        def reset(self, *, seed=None, options=None):
+            self.left = 4
+            return self._observe(), {}
+
+        def step(self, action):
+            self.left -= 1
+            return self._observe(), 0.0, self.left == 0, False, {}
+
+    class Unfit(Recorded):
+        wrong = False
+
+        def step(self, actions):
+            observations, *rest = super().step(actions)
+            return (observations + np.uint64(999) if self.wrong else observations), *rest
+
+    env = Unfit(SyncVectorEnv([Counting], autoreset_mode=mode))
+    ours = CompressedFrameStack(env, 3)
+    ours.reset()
+    for _ in range(3):
+        ours.step(np.zeros(1, int))
+    with monkeypatch.context() as patch:  # the step in which the episode ends
+        if fails == "unfit":
+            env.wrong = True
+        else:
+            patch.setattr(ours, "_push", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises((ValueError, KeyboardInterrupt)):
+            ours.step(np.zeros(1, int))
+        env.wrong = False
+    newest = Counting.count + 1
+    assert np.asarray(ours.step(np.zeros(1, int))[0]).ravel().tolist() == [newest] * 3
 
 
 @pytest.mark.parametrize("at", range(3))
@@ -706,13 +791,13 @@ def test_a_batch_gives_the_observations_of_environments(kept):
             assert isinstance(batch[key], np.ndarray)
             assert_same(batch[key], array[key])
         for index in (3, -4):
-            with pytest.raises(IndexError):
+            with pytest.raises(IndexError, match=f"Environment {index} is out of range for a batch of 3"):
                 batch[index]
 
 
 def test_a_batch_never_changes(kept):
     batch = kept[0][7]
-    with pytest.raises(TypeError, match="item assignment"):
+    with pytest.raises(TypeError, match="never changes: put observations into a list"):
         batch[0] = batch[1]
     assert copy.copy(batch) is copy.deepcopy(batch) is batch.copy() is batch
     with pytest.raises(ValueError, match="without a copy"):
@@ -807,3 +892,19 @@ def test_replay_memory_takes_dicts_of_batches():
     for key in DICT:
         assert_same(batch.observations[key], np.concatenate([row[0][key] for row in rows]))
         assert_same(batch.next_observations[key], np.concatenate([row[1][key] for row in rows]))
+
+
+def test_replay_memory_takes_batches_of_numbers():
+    class Number(AnyEnv):
+        def __init__(self):
+            super().__init__(spaces.Box(-1, 1, (), np.float32))
+
+    ours = CompressObservation(SyncVectorEnv([Number] * 2, autoreset_mode="SameStep"))
+    rb = CompressedReplayBuffer(20, ours.single_observation_space, ours.single_action_space, None, 2)
+    obs, _ = ours.reset(seed=0)
+    rb.add(obs, list(obs), [0, 0], [0, 0], [0, 0], [{}, {}])
+    assert_same(rb.get([0, 1]).observations, np.asarray(obs))
+    assert_equal_runs(
+        CompressObservation(CompressObservation(SyncVectorEnv([Number] * 2, autoreset_mode="SameStep"))),
+        SyncVectorEnv([Number] * 2, autoreset_mode="SameStep"),
+    )

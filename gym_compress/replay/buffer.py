@@ -147,7 +147,8 @@ class CompressedReplayBuffer(SavedBuffer):
             next_obs: As ``obs``: what the step gave, before any reset.
             action: ``(n_envs, *action)``.
             reward: ``(n_envs,)``.
-            done: ``(n_envs,)``, whether the episode ended.
+            done: ``(n_envs,)``, whether the episode ended; of Gymnasium's vector environments the
+                terminations, since their infos do not say which ends were a time limit's.
             infos: A list of ``n_envs`` dicts, or one dict of arrays as Gymnasium's vector environments give.
 
         Raises:
@@ -163,15 +164,28 @@ class CompressedReplayBuffer(SavedBuffer):
 
         with self._lock:
             self._make_room()
-            map_leaves(lambda store, batch: write_row(store, row, batch), self.observations, obs)
-            map_leaves(lambda store, batch: write_row(store, row, batch), self.next_observations, next_obs)
-            self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
-            self._ends[row] = self.dones[row] != 0
-            before = (row - 1) % self.buffer_size
-            if self.size() and before != row and not self._ends[before].all():
-                self._ends[before] |= ~self._follows(before, row)
-            self.pos = (row + 1) % self.buffer_size
-            self.full |= self.pos == 0
+            self._write_whole(row, obs, next_obs, rest)
+
+    def _write_whole(self, *transition: Any) -> None:
+        """Writes a transition; an interrupt comes out when it is whole."""
+        try:
+            self._write_transition(*transition)
+        except BaseException as error:
+            # in a full buffer, the row would be old in part, and be sampled so
+            self._write_transition(*transition)
+            if not isinstance(error, Exception):
+                raise
+
+    def _write_transition(self, row: int, obs: Any, next_obs: Any, rest: tuple[Any, ...]) -> None:
+        map_leaves(lambda store, batch: write_row(store, row, batch), self.observations, obs)
+        map_leaves(lambda store, batch: write_row(store, row, batch), self.next_observations, next_obs)
+        self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
+        self._ends[row] = self.dones[row] != 0
+        before = (row - 1) % self.buffer_size
+        if self.size() and before != row and not self._ends[before].all():
+            self._ends[before] |= ~self._follows(before, row)
+        self.pos = (row + 1) % self.buffer_size
+        self.full |= self.pos == 0
 
     def _fitted(self, store: Any, batch: Any) -> Any:
         return fit_batch(batch, self.n_envs, store.shape[2:], store.dtype)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -17,7 +18,8 @@ T = TypeVar("T")
 class Prefetch(Generic[T]):
     """An endless iterator whose items a background thread makes ahead, within a ``with`` block.
 
-    The thread begins when the first item is asked for, and ends when the block is left.
+    The thread begins when the first item is asked for, and ends when the block is left. Several threads may
+    take items.
 
     Args:
         make: Makes the next item, in the thread, and a receipt for it.
@@ -35,10 +37,8 @@ class Prefetch(Generic[T]):
         give_back: Callable[[list[Any]], None],
     ) -> None:
         self._make, self._depth, self._taken, self._give_back = make, depth, taken, give_back
-        self._ready: deque[tuple[T, Any]] = deque()
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._worker: _Worker[T] | None = None
         self._process: int | None = None  # the one that is in the block
         self._left = False
 
@@ -63,48 +63,76 @@ class Prefetch(Generic[T]):
             raise RuntimeError(
                 "Expected to be within a with block: 'with buffer.prefetch(...) as batches', in this process"
             )
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-                self._thread.start()
-            self._changed.wait_for(lambda: self._ready or self._error or self._left)
-            if self._ready:
-                item, receipt = self._ready.popleft()
-                self._taken(receipt)
-                self._changed.notify_all()
-                return item
-            thread, self._thread = self._thread, None
-            error, self._error = self._error, None
-        if error:
-            thread.join()  # it ends with the error
-        raise error or RuntimeError("The with block was left while this thread waited for a batch")
-
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._left or len(self._ready) < self._depth)
-                    if self._left:
-                        return
-                item = self._make()
-                with self._changed:
-                    self._ready.append(item)
-                    self._changed.notify_all()
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+        with self._starting:
+            if self._worker is None:
+                self._worker = _Worker(self._make, self._depth)
+            worker = self._worker
+            worker.start()
+        made = worker.ready.get()
+        if isinstance(made, _End):
+            worker.ready.put(made)  # for others who wait
+            if self._worker is worker:
+                self._worker = None
+            raise made.error or RuntimeError("The with block was left while this thread waited for a batch")
+        item, receipt = made
+        self._taken(receipt)
+        worker.wanted.put(None)
+        return item
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._process != os.getpid():
-            return
-        with self._changed:
-            self._left = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-        self._give_back([receipt for _, receipt in self._ready])
-        self._ready.clear()
+        self._left = True
+        if self._process == os.getpid() and self._worker is not None:
+            self._give_back(self._worker.stop())
+
+
+class _End:
+    """In the place of an item: no more will come, because of an error or since the block was left."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class _Worker(Generic[T]):
+    """A thread that makes an item each time that one is wanted.
+
+    What passes between threads goes through queues written in C, which an interrupt at any moment leaves
+    whole.
+    """
+
+    def __init__(self, make: Callable[[], tuple[T, Any]], depth: int) -> None:
+        self._make = make
+        self.wanted: SimpleQueue[None] = SimpleQueue()
+        self.ready: SimpleQueue[tuple[T, Any] | _End] = SimpleQueue()
+        for _ in range(depth):
+            self.wanted.put(None)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, unless it was."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.wanted.get()
+            while not self._stopped:
+                self.ready.put(self._make())
+                self.wanted.get()
+        except BaseException as error:
+            self.ready.put(_End(error))
+
+    def stop(self) -> list[Any]:
+        """Ends the thread, and returns the receipts of what nobody took."""
+        self._stopped = True
+        self.wanted.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+        receipts = []
+        with suppress(Empty):
+            while not isinstance(made := self.ready.get_nowait(), _End):
+                receipts.append(made[1])
+        self.ready.put(_End(None))  # for others who wait
+        return receipts

@@ -56,11 +56,19 @@ def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[A
         return fit(array, expected, dtype)
     if len(batch) != n_envs:
         raise ValueError(f"Expected {n_envs} observations, one an environment, got {len(batch)}")
-    return [
-        part if isinstance(part, CompressedObservation) and (part.shape, part.dtype) == (shape, dtype)
-        else fit(part, shape, dtype)
-        for part in batch
-    ]  # fmt: skip
+    return [_fit_one(part, env, shape, dtype) for env, part in enumerate(batch)]
+
+
+def _fit_one(observation: Any, env: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    if isinstance(observation, CompressedObservation) and (observation.shape, observation.dtype) == (
+        shape,
+        dtype,
+    ):
+        return observation
+    try:
+        return fit(observation, shape, dtype)
+    except ValueError as error:
+        raise ValueError(f"Observation of environment {env}: {error}") from None
 
 
 class ObservationStore:
@@ -383,7 +391,7 @@ def write_row(store: Any, row: int, batch: Any) -> None:
     if isinstance(store, ObservationStore):
         store.write(row, batch)
     else:
-        store[row] = batch
+        store[row] = [np.asarray(each) for each in batch] if isinstance(batch, list) else batch
 
 
 def make_twin(store: Any) -> Any:

@@ -44,7 +44,13 @@ def _shaped(values: Any, row: NDArray[Any], name: str) -> NDArray[Any]:
         raise ValueError(f"Expected {name} of {len(row)} environments, {row.shape}, got shape {array.shape}")
     if array.dtype.kind not in "biuf":
         raise ValueError(f"Expected {name} that are numbers, got dtype {array.dtype}")
-    return array.reshape(row.shape).astype(row.dtype, copy=False)
+    array = array.reshape(row.shape)
+    with np.errstate(invalid="ignore"):
+        cast = array.astype(row.dtype, copy=False)
+    if row.dtype.kind in "biu" and array.dtype != row.dtype and (cast != array).any():
+        value = array[cast != array][0]
+        raise ValueError(f"Expected {name} of dtype {row.dtype}, got the value {value} of {array.dtype}")
+    return cast
 
 
 def action_dim(space: spaces.Space[Any]) -> int:

@@ -42,22 +42,26 @@ class _VectorWrapper(VectorWrapper, gym.utils.RecordConstructorArgs):
 
     def _slots(self, observations: Any, infos: dict[str, Any]) -> Sequence[int]:
         """The number of each row's environment: all in their order, or those that the infos name."""
+        if not isinstance(infos, dict):
+            raise TypeError(
+                f"Expected infos that are a dict, got {type(infos)}: put wrappers that change them over this"
+            )
         lengths: set[int] = set()
         map_leaves(lambda _, leaf: lengths.add(len(leaf)), self._leaves, observations)
         # what an environment itself has in its infos under this name comes with a mask, "_env_id"
-        named = "env_id" in infos and "_env_id" not in infos
-        slots: list[int] = np.asarray(infos["env_id"]).tolist() if named else self._all
+        named = np.asarray(infos["env_id"] if "env_id" in infos and "_env_id" not in infos else None)
+        slots: list[int] = named.tolist() if named.ndim == 1 and named.dtype.kind in "iu" else self._all
         if lengths != {len(slots)} or (slots != self._all and len({*slots} & {*self._all}) < len(slots)):
             raise ValueError(
                 f"Expected observations of {self.num_envs} environments, or of those that infos['env_id'] "
-                f"names, got {sorted(lengths)} observations and names {slots}"
+                f"names, got {sorted(lengths)} observations and env_id {infos.get('env_id')}"
             )
         return slots
 
     def _final(self, infos: dict[str, Any], ended: NDArray[np.bool_]) -> dict[int, Any]:
         """The last observations of the episodes that ended in a step, by row."""
         final, rows = infos["final_obs"], np.flatnonzero(ended).tolist()
-        if isinstance(final, np.ndarray) and final.dtype.hasobject:
+        if isinstance(final, list) or (isinstance(final, np.ndarray) and final.dtype.hasobject):
             return {row: final[row] for row in rows if final[row] is not None}
         # of an array, as ALE's environment gives, the other rows have no meaning
         return {row: self._row(final, row) for row in rows}
@@ -310,7 +314,13 @@ class CompressedFrameStack(_VectorWrapper):
         """
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         slots, ended = self._slots(observations, infos), np.logical_or(terminated, truncated)
+        ends = dict(zip(slots, ended.tolist(), strict=True))
         same_step = self._autoreset_mode == AutoresetMode.SAME_STEP
+        next_step = self._autoreset_mode == AutoresetMode.NEXT_STEP
+        begins = {slot: self._begins[slot] or (same_step and end) for slot, end in ends.items()}
+        # what fails below leaves a stack that begins anew, rather than one that reaches over an episode's end
+        for slot, end in ends.items():
+            self._begins[slot] = begins[slot] or (next_step and end)
         # all is taken before anything is pushed, so an observation that does not fit changes no stack
         has_final = same_step and "final_obs" in infos
         final = self._final(infos, ended) if has_final else {}
@@ -319,12 +329,9 @@ class CompressedFrameStack(_VectorWrapper):
         if has_final:
             final = {row: self._stacks[slots[row]].push(frame) for row, frame in final.items()}
             infos = _with_final(infos, final, len(slots))
-        ends = dict(zip(slots, ended.tolist(), strict=True))
-        if same_step:
-            self._begins = [begins or ends.get(slot, False) for slot, begins in enumerate(self._begins)]
-        self._push(frames)
-        if self._autoreset_mode == AutoresetMode.NEXT_STEP:
-            self._begins = [ends.get(slot, begins) for slot, begins in enumerate(self._begins)]
+        self._push(frames, begins)
+        for slot, end in ends.items():
+            self._begins[slot] = next_step and end
         return self._batch(slots), rewards, terminated, truncated, infos
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -341,9 +348,11 @@ class CompressedFrameStack(_VectorWrapper):
         slots = self._slots(observations, infos)
         resets = np.broadcast_to(mask, self.num_envs).tolist()
         resets = [reset or newest is None for reset, newest in zip(resets, self._newest, strict=True)]
-        frames = self._take(observations, slots, resets)
         self._begins = [begins or reset for begins, reset in zip(self._begins, resets, strict=True)]
-        self._push(frames)
+        frames = self._take(observations, slots, resets)
+        self._push(frames, dict.fromkeys(frames, True))
+        for slot in frames:
+            self._begins[slot] = False
         return self._batch(slots), infos
 
     def _take(
@@ -356,11 +365,10 @@ class CompressedFrameStack(_VectorWrapper):
             if wanted is None or wanted[slot]
         }
 
-    def _push(self, frames: dict[int, Any]) -> None:
+    def _push(self, frames: dict[int, Any], begins: dict[int, bool]) -> None:
         for slot, frame in frames.items():
             stack = self._stacks[slot]
-            self._newest[slot] = stack.restart(frame) if self._begins[slot] else stack.push(frame)
-            self._begins[slot] = False
+            self._newest[slot] = stack.restart(frame) if begins[slot] else stack.push(frame)
 
     def _batch(self, slots: Sequence[int]) -> Any:
         """The newest stacks of some environments."""
