@@ -17,6 +17,7 @@ from gym_compress.replay.checkpoint import SavedBuffer
 from gym_compress.replay.file import ReplayFile
 from gym_compress.replay.locks import fork_safe_lock
 from gym_compress.replay.prefetch import Prefetch
+from gym_compress.replay.sequences import draw_starts
 from gym_compress.replay.settings import generator_from_json, generator_to_json
 from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair, write_row
 from gym_compress.replay.transitions import action_dim, action_dtype, transition_arrays
@@ -382,35 +383,10 @@ class CompressedReplayBuffer(SavedBuffer):
         if operator.index(length) < 1:
             raise ValueError(f"length is expected to be at least 1, actual value: {length}")
         with self._lock:
-            starts = self._starts(batch_size, length)
-            rows = ((self.pos if self.full else 0) + starts[:, :1] + np.arange(length)) % self.buffer_size
+            oldest = self.pos if self.full else 0
+            starts = draw_starts(self._rng, self._ends, self.size(), oldest, batch_size, length)
+            rows = (oldest + starts[:, :1] + np.arange(length)) % self.buffer_size
             return self._samples(rows, np.broadcast_to(starts[:, 1:], rows.shape))
-
-    def _starts(self, batch_size: int, length: int) -> NDArray[np.int64]:
-        """Draws where runs begin: ``(batch_size, 2)``, a row counted from the oldest, and an environment."""
-        size, oldest = self.size(), self.pos if self.full else 0
-        found = np.empty((0, 2), np.int64)
-        if length <= size:
-            # places are drawn and refused where an episode ends before the run does; that is quick if few do
-            for _ in range(8):
-                drawn = self._rng.integers((size - length + 1, self.n_envs), size=(2 * batch_size, 2))
-                rows = (oldest + drawn[:, :1] + np.arange(length - 1)) % self.buffer_size
-                whole = ~self._ends[rows, drawn[:, 1:]].any(axis=1)
-                found = np.concatenate([found, drawn[whole]])
-                if len(found) >= batch_size:
-                    return found[:batch_size]
-        ends = np.roll(self._ends, -oldest, axis=0)[:size]
-        ends[-1:] = True
-        steps = np.arange(size)[:, None]
-        end_of = np.minimum.accumulate(np.where(ends, steps, size)[::-1], axis=0)[::-1]
-        runs = end_of - steps + 1
-        starts = np.argwhere(runs >= length)
-        if not len(starts):
-            longest = runs.max(initial=0)
-            raise ValueError(
-                f"Expected sequences of {length} transitions, but the longest episode has {longest}"
-            )
-        return starts[self._rng.integers(len(starts), size=batch_size)]
 
     def _samples(self, rows: NDArray[Any], envs: NDArray[Any], env: Any = None) -> ReplaySamples:
         pairs = map_leaves(
