@@ -76,15 +76,13 @@ class CompressedBatch(CompressedArray):
 
     def __getitem__(self, key: Any) -> Any:
         """The observation of an environment, a batch of those of some, or what NumPy gives of the array."""
-        env, *rest = key if isinstance(key, tuple) and key else (key,)
-        if isinstance(env, (int, np.integer)) and not isinstance(env, bool):
-            if not -len(self) <= env < len(self):
-                raise IndexError(f"Environment {env} is out of range for a batch of {len(self)}")
-            observation = CompressedObservation(self._sources[env], self._layouts[env])
-            return observation[tuple(rest)] if isinstance(key, tuple) else observation
-        if isinstance(key, (slice, list, np.ndarray)):
+        if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+            if not -len(self) <= key < len(self):
+                raise IndexError(f"Environment {key} is out of range for a batch of {len(self)}")
+            return CompressedObservation(self._sources[key], self._layouts[key])
+        if isinstance(key, slice) or (isinstance(key, (list, np.ndarray)) and np.ndim(key) == 1):
             envs = np.arange(len(self))[key]
-            if envs.ndim == 1 and envs.size:
+            if envs.size:
                 return CompressedBatch._of([self[env] for env in envs])
         return np.asarray(self)[key]
 

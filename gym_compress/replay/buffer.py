@@ -87,6 +87,7 @@ class CompressedReplayBuffer(SavedBuffer):
     """
 
     _optional_arrays = ("ends",)
+    _ahead: list[deque[_Draw]]  # what prefetching drew and nobody has taken
 
     def __init__(
         self,
@@ -168,14 +169,21 @@ class CompressedReplayBuffer(SavedBuffer):
             self._write_whole(row, obs, next_obs, rest)
 
     def _write_whole(self, *transition: Any) -> None:
-        """Writes a transition; an interrupt comes out when it is whole."""
-        try:
-            self._write_transition(*transition)
-        except BaseException as error:
-            # in a full buffer, the row would be old in part, and be sampled so
-            self._write_transition(*transition)
-            if not isinstance(error, Exception):
-                raise
+        """Writes a transition; what interrupts that comes out when it is whole.
+
+        In a full buffer, a row would be old in part otherwise, and be sampled so.
+        """
+        first: BaseException | None = None
+        while True:
+            try:
+                self._write_transition(*transition)
+                break
+            except BaseException as error:
+                if first is not None and isinstance(error, Exception):
+                    raise
+                first = first or error
+        if first is not None:
+            raise first
 
     def _write_transition(self, row: int, obs: Any, next_obs: Any, rest: tuple[Any, ...]) -> None:
         map_leaves(lambda store, batch: write_row(store, row, batch), self.observations, obs)
@@ -330,16 +338,18 @@ class CompressedReplayBuffer(SavedBuffer):
                 before = self._rng.bit_generator.state
                 batch = self._draw(batch_size)
                 draw = before, self._rng.bit_generator.state
-                self._ahead.append(draw)
+                ahead.append(draw)
                 return batch, draw
 
-        def give_back(draws: list[_Draw]) -> None:
+        def give_back() -> None:
             with self._lock:
-                self._rng.bit_generator.state = _undrawn(self._rng, draws)
-                for draw in draws:
-                    self._ahead.remove(draw)
+                self._rng.bit_generator.state = _undrawn(self._rng, list(ahead))
+                ahead.clear()
+                self._ahead = [other for other in self._ahead if other is not ahead]
 
-        return Prefetch(make, depth, taken=self._ahead.remove, give_back=give_back)
+        ahead: deque[_Draw] = deque()
+        self._ahead = [*self._ahead, ahead]
+        return Prefetch(make, depth, taken=ahead.remove, left=give_back)
 
     def get(self, indices: Any) -> ReplaySamples:
         """The transitions with given indices, for those who draw by themselves.
@@ -409,7 +419,8 @@ class CompressedReplayBuffer(SavedBuffer):
     def _generator(self) -> np.random.Generator:
         """The generator as it is if nothing was drawn ahead."""
         generator = copy.deepcopy(self._rng)
-        generator.bit_generator.state = _undrawn(self._rng, list(self._ahead))
+        draws = [draw for ahead in self._ahead for draw in list(ahead)]
+        generator.bit_generator.state = _undrawn(self._rng, draws)
         return generator
 
     def _row_arrays(self) -> dict[str, NDArray[Any]]:
@@ -453,7 +464,8 @@ class CompressedReplayBuffer(SavedBuffer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_ahead")}
-        return {**state, "_rng": self._generator()}
+        with self._lock:
+            return {**state, "_rng": self._generator()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -461,7 +473,7 @@ class CompressedReplayBuffer(SavedBuffer):
 
     def _set_up_threads(self) -> None:
         self._lock = fork_safe_lock()
-        self._ahead: deque[_Draw] = deque()  # what prefetching drew and nobody has taken
+        self._ahead = []
 
 
 # The states of a generator before and after a batch was drawn.
@@ -469,11 +481,11 @@ _Draw = tuple[Any, Any]
 
 
 def _undrawn(generator: np.random.Generator, draws: list[_Draw]) -> Any:
-    """The state of a generator before some draws, oldest first, as far as nothing was drawn after them."""
+    """The state of a generator before some draws, as far as nothing else was drawn after them."""
     state = generator.bit_generator.state
-    for before, after in reversed(draws):
-        if state == after:
-            state = before
+    draws = [(before, after) for before, after in draws if before != after]  # of one row, nothing is drawn
+    while (earlier := next((before for before, after in draws if after == state), None)) is not None:
+        state = earlier
     return state
 
 

@@ -25,7 +25,7 @@ class Prefetch(Generic[T]):
         make: Makes the next item, in the thread, and a receipt for it.
         depth: How many items are made ahead.
         taken: Is given the receipt for each item that is taken.
-        give_back: Is given those for the items that nobody took, oldest first, when the block is left.
+        left: Is called when the block is left and the thread has ended.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Prefetch(Generic[T]):
         depth: int,
         *,
         taken: Callable[[Any], None],
-        give_back: Callable[[list[Any]], None],
+        left: Callable[[], None],
     ) -> None:
-        self._make, self._depth, self._taken, self._give_back = make, depth, taken, give_back
+        self._make, self._depth, self._taken, self._when_left = make, depth, taken, left
         self._starting = threading.Lock()
         self._worker: _Worker[T] | None = None
         self._process: int | None = None  # the one that is in the block
@@ -64,27 +64,38 @@ class Prefetch(Generic[T]):
                 "Expected to be within a with block: 'with buffer.prefetch(...) as batches', in this process"
             )
         with self._starting:
-            if self._worker is None:
-                self._worker = _Worker(self._make, self._depth)
             worker = self._worker
-            worker.start()
+            if worker is None:
+                worker = _Worker(self._make, self._depth)
+                worker.start()
+                self._worker = worker
+        worker.wake.put(None)  # an interrupt may have come before the other one below
         made = worker.ready.get()
         if isinstance(made, _End):
             worker.ready.put(made)  # for others who wait
             if self._worker is worker:
                 self._worker = None
             raise made.error or RuntimeError("The with block was left while this thread waited for a batch")
+        worker.wake.put(None)
         item, receipt = made
         self._taken(receipt)
-        worker.wanted.put(None)
         return item
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._left = True
-        if self._process == os.getpid() and self._worker is not None:
-            self._give_back(self._worker.stop())
+        interrupt = None
+        while self._process == os.getpid():
+            try:
+                if self._worker is not None:
+                    self._worker.stop()
+                self._when_left()
+                self._process = -1
+            except BaseException as caught:
+                interrupt = caught
+        if interrupt is not None:
+            raise interrupt
 
 
 class _End:
@@ -95,44 +106,44 @@ class _End:
 
 
 class _Worker(Generic[T]):
-    """A thread that makes an item each time that one is wanted.
+    """A thread that makes items as long as fewer are ready than are wanted.
 
     What passes between threads goes through queues written in C, which an interrupt at any moment leaves
     whole.
     """
 
     def __init__(self, make: Callable[[], tuple[T, Any]], depth: int) -> None:
-        self._make = make
-        self.wanted: SimpleQueue[None] = SimpleQueue()
+        self._make, self._depth = make, depth
         self.ready: SimpleQueue[tuple[T, Any] | _End] = SimpleQueue()
-        for _ in range(depth):
-            self.wanted.put(None)
+        self.wake: SimpleQueue[None] = SimpleQueue()  # says that it is worth looking whether items are wanted
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, unless it was."""
-        if self._thread.ident is None:
+        """Starts the thread; one whose start was interrupted ends at once."""
+        try:
             self._thread.start()
+        except BaseException:
+            self._stopped = True
+            self.wake.put(None)
+            raise
 
     def _run(self) -> None:
         try:
-            self.wanted.get()
             while not self._stopped:
-                self.ready.put(self._make())
-                self.wanted.get()
+                with suppress(Empty):
+                    while True:
+                        self.wake.get_nowait()
+                if self.ready.qsize() < self._depth:
+                    self.ready.put(self._make())
+                elif not self._stopped:
+                    self.wake.get()
         except BaseException as error:
             self.ready.put(_End(error))
 
-    def stop(self) -> list[Any]:
-        """Ends the thread, and returns the receipts of what nobody took."""
+    def stop(self) -> None:
+        """Ends the thread, and tells those who wait."""
         self._stopped = True
-        self.wanted.put(None)
-        if self._thread.ident is not None:
-            self._thread.join()
-        receipts = []
-        with suppress(Empty):
-            while not isinstance(made := self.ready.get_nowait(), _End):
-                receipts.append(made[1])
-        self.ready.put(_End(None))  # for others who wait
-        return receipts
+        self.wake.put(None)
+        self._thread.join()
+        self.ready.put(_End(None))

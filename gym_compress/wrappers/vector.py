@@ -317,7 +317,8 @@ class CompressedFrameStack(_VectorWrapper):
         ends = dict(zip(slots, ended.tolist(), strict=True))
         same_step = self._autoreset_mode == AutoresetMode.SAME_STEP
         next_step = self._autoreset_mode == AutoresetMode.NEXT_STEP
-        begins = {slot: self._begins[slot] or (same_step and end) for slot, end in ends.items()}
+        began = {slot: self._begins[slot] for slot in slots}
+        begins = {slot: began[slot] or (same_step and end) for slot, end in ends.items()}
         # what fails below leaves a stack that begins anew, rather than one that reaches over an episode's end
         for slot, end in ends.items():
             self._begins[slot] = begins[slot] or (next_step and end)
@@ -327,7 +328,7 @@ class CompressedFrameStack(_VectorWrapper):
         final = {row: self._stacks[slots[row]].take(last) for row, last in final.items()}
         frames = self._take(observations, slots)
         if has_final:
-            final = {row: self._stacks[slots[row]].push(frame) for row, frame in final.items()}
+            final = {row: self._moved(slots[row], frame, began[slots[row]]) for row, frame in final.items()}
             infos = _with_final(infos, final, len(slots))
         self._push(frames, begins)
         for slot, end in ends.items():
@@ -367,8 +368,11 @@ class CompressedFrameStack(_VectorWrapper):
 
     def _push(self, frames: dict[int, Any], begins: dict[int, bool]) -> None:
         for slot, frame in frames.items():
-            stack = self._stacks[slot]
-            self._newest[slot] = stack.restart(frame) if begins[slot] else stack.push(frame)
+            self._newest[slot] = self._moved(slot, frame, begins[slot])
+
+    def _moved(self, slot: int, frame: Any, begins: bool) -> Any:
+        stack = self._stacks[slot]
+        return stack.restart(frame) if begins else stack.push(frame)
 
     def _batch(self, slots: Sequence[int]) -> Any:
         """The newest stacks of some environments."""
