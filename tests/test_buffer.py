@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+import gym_compress.replay.buffer
 from gym_compress import (
     CompressedFrameStack,
     CompressedObservation,
@@ -466,3 +467,22 @@ def test_the_environment_of_an_observation_that_does_not_fit_is_named():
     good = CompressedObservation.from_frames(source[0, 0])
     with pytest.raises(ValueError, match=r"Observation of environment 1: .* shape \(\)"):
         buffer.add([good, None], [good, good], [0, 0], [0, 0], [0, 0], [{}, {}])
+
+
+@pytest.mark.parametrize("errors", [[TimeoutError], [KeyboardInterrupt, KeyboardInterrupt]], ids=str)
+def test_what_a_signal_raises_in_an_add_comes_out_when_the_row_is_whole(monkeypatch, errors):
+    buffer, source = filled(60, capacity=5)
+    write, left = gym_compress.replay.buffer.write_row, list(errors)
+
+    def interrupted(store, row, batch):
+        if store is buffer.next_observations and left:
+            raise left.pop()
+        write(store, row, batch)
+
+    monkeypatch.setattr("gym_compress.replay.buffer.write_row", interrupted)
+    with pytest.raises(errors[0]):
+        buffer.add(source[7], source[8], [3], [99.0], [False], [{}])
+    batch = buffer.get([(buffer.pos - 1) % 5])
+    assert batch.rewards.item() == 99
+    assert_same(batch.observations, source[7])
+    assert_same(batch.next_observations, source[8])

@@ -1,3 +1,4 @@
+import copy
 import multiprocessing
 import pickle
 import subprocess
@@ -141,6 +142,60 @@ def test_each_thread_that_waits_is_told_of_an_error(monkeypatch):
             consumer.join(30)
             assert not consumer.is_alive()
     assert len(errors) == 3
+
+
+def test_after_an_interrupt_the_next_batch_comes():
+    """Also if it came when a batch was taken and the thread not told yet."""
+    buffer, plain = filled(60)[0], filled(60)[0]
+    batches = buffer.prefetch(8, 1)
+    taken = batches._taken
+
+    def interrupt(receipt):
+        raise KeyboardInterrupt
+
+    with batches:
+        for _ in range(3):
+            batches._taken = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+            batches._taken = taken
+            mine = next(batches)
+    assert_same(tuple(mine), tuple([plain.sample(8) for _ in range(6)][-1]))
+    assert not buffer._ahead
+
+
+def test_an_interrupt_as_the_block_is_left_comes_out_when_that_is_done(monkeypatch):
+    buffer, plain = filled(60)[0], filled(60)[0]
+    batches = buffer.prefetch(8, 4)
+
+    def leave():
+        with batches:
+            assert_same(tuple(next(batches)), tuple(plain.sample(8)))
+            wait_for_ready(batches, 4)
+            thread = batches._worker._thread
+            join, interrupts = thread.join, [KeyboardInterrupt, KeyboardInterrupt]
+
+            def interrupted():
+                if interrupts:
+                    raise interrupts.pop()
+                join()
+
+            thread.join = interrupted
+
+    with pytest.raises(KeyboardInterrupt):
+        leave()
+    assert not threads()
+    assert_same(tuple(buffer.sample(8)), tuple(plain.sample(8)))
+
+
+def test_copies_within_the_block_go_on_with_what_was_not_taken():
+    buffer, plain = filled(60)[0], filled(60)[0]
+    with buffer.prefetch(8, 3) as batches:
+        for _ in range(20):
+            again = copy.deepcopy(buffer)
+            want = plain.sample(8)
+            assert_same(tuple(again.sample(8)), tuple(want))
+            assert_same(tuple(next(batches)), tuple(want))
 
 
 def test_interrupts_at_any_moment_end_the_block(tmp_path):

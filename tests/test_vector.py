@@ -668,8 +668,10 @@ def test_no_stack_reaches_over_an_end_in_a_step_that_failed(mode, fails, monkeyp
             Counting.count += 1
             return np.array([Counting.count], np.uint8)
 
+        length = 4
+
         def reset(self, *, seed=None, options=None):
-            self.left = 4
+            self.left = self.length
             return self._observe(), {}
 
         def step(self, action):
@@ -697,7 +699,13 @@ def test_no_stack_reaches_over_an_end_in_a_step_that_failed(mode, fails, monkeyp
             ours.step(np.zeros(1, int))
         env.wrong = False
     newest = Counting.count + 1
-    assert np.asarray(ours.step(np.zeros(1, int))[0]).ravel().tolist() == [newest] * 3
+    if mode == AutoresetMode.SAME_STEP:  # the next step ends the new episode, of which no frame was seen yet
+        env.env.envs[0].left = 1
+        *_, infos = ours.step(np.zeros(1, int))
+        assert np.asarray(infos["final_obs"][0]).ravel().tolist() == [newest] * 3
+        newest += 2
+    assert np.asarray(ours.step(np.zeros(1, int))[0]).ravel().tolist()[-1] == newest
+    assert min(np.asarray(ours._newest[0]).ravel()) >= newest - 1
 
 
 @pytest.mark.parametrize("at", range(3))

@@ -1,6 +1,6 @@
 """Steps a second of DQN on an Atari game: compressed memory, with and without prefetching, against SB3's dense one.
 
-    python tests/benchmarks/dqn_throughput.py [--pairs 10] [--steps 1500] [--env-id ALE/Pong-v5]
+    python tests/benchmarks/dqn_throughput.py [--pairs 8] [--steps 1500] [--env-id ALE/Pong-v5]
 
 Needs the extras ``atari`` and ``sb3``, and PyTorch. Runs ``examples/cleanrl_dqn_atari.py``, the same script for
 all, in a fresh process each time, and takes the steps a second from the first update on. The kinds take turns,
@@ -47,7 +47,7 @@ def run(env_id: str, steps: int, options: list[str]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--env-id", default="ALE/Pong-v5")
-    parser.add_argument("--pairs", type=int, default=10, help="runs of each kind")
+    parser.add_argument("--pairs", type=int, default=8, help="runs of each kind")
     parser.add_argument("--steps", type=int, default=1500, help="steps of a run")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args()
