@@ -101,16 +101,19 @@ class Newest:
         """
         if self.known:
             first = self._shift if likely is None else likely
+            if self._shares(slices, first):
+                return first
             shift: int
-            for shift in (first, self._shift, *range(self._count)):
-                kept = self._count - shift
-                if kept > 0 and self._ends_with(slices[:kept]):
+            for shift in (self._shift, *range(self._count)):
+                if self._shares(slices, shift):
                     self._shift = shift or self._shift
                     return shift
         return self._count
 
-    def _ends_with(self, slices: NDArray[Any]) -> bool:
-        return self._bytes.startswith(slices.data, self._end - slices.nbytes)  # a memcmp, in place
+    def _shares(self, slices: NDArray[Any], shift: int) -> bool:
+        """Whether the newest observation's slices but for the first ones begin an observation: a memcmp."""
+        kept = self._count - shift
+        return kept > 0 and self._bytes.startswith(slices[:kept].data, self._end - kept * self._nbytes)
 
     def push(self, slices: NDArray[Any], count: int) -> None:
         """Takes the last slices of an observation, those by which it moved on."""
@@ -121,5 +124,5 @@ class Newest:
             end = self._count * self._nbytes
             others = end - new.nbytes
             self._bytes[:others] = self._bytes[self._end - others : self._end]
-        memoryview(self._bytes)[end - new.nbytes : end] = new.reshape(-1).view(np.uint8).data
+        self._bytes[end - new.nbytes : end] = new.data
         self._end = end

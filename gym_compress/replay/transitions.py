@@ -45,9 +45,11 @@ def _shaped(values: Any, row: NDArray[Any], name: str) -> NDArray[Any]:
     if array.dtype.kind not in "biuf":
         raise ValueError(f"Expected {name} that are numbers, got dtype {array.dtype}")
     array = array.reshape(row.shape)
+    if array.dtype == row.dtype or row.dtype.kind == "f":
+        return array.astype(row.dtype, copy=False)
     with np.errstate(invalid="ignore"):
-        cast = array.astype(row.dtype, copy=False)
-    if row.dtype.kind in "biu" and array.dtype != row.dtype and (cast != array).any():
+        cast = array.astype(row.dtype)
+    if (cast != array).any():
         value = array[cast != array][0]
         raise ValueError(f"Expected {name} of dtype {row.dtype}, got the value {value} of {array.dtype}")
     return cast
