@@ -64,11 +64,12 @@ class Prefetch(Generic[T]):
                 "Expected to be within a with block: 'with buffer.prefetch(...) as batches', in this process"
             )
         with self._starting:
+            if self._worker is None or not self._worker.started:
+                if self._worker is not None:  # an interrupt came while it started
+                    self._worker.tell_to_stop()
+                self._worker = _Worker(self._make, self._depth)
+                self._worker.start()
             worker = self._worker
-            if worker is None:
-                worker = _Worker(self._make, self._depth)
-                worker.start()
-                self._worker = worker
         worker.wake.put(None)  # an interrupt may have come before the other one below
         made = worker.ready.get()
         if isinstance(made, _End):
@@ -116,17 +117,13 @@ class _Worker(Generic[T]):
         self._make, self._depth = make, depth
         self.ready: SimpleQueue[tuple[T, Any] | _End] = SimpleQueue()
         self.wake: SimpleQueue[None] = SimpleQueue()  # says that it is worth looking whether items are wanted
-        self._stopped = False
+        self.started = self._stopped = False
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread; one whose start was interrupted ends at once."""
-        try:
-            self._thread.start()
-        except BaseException:
-            self._stopped = True
-            self.wake.put(None)
-            raise
+        """Starts the thread."""
+        self._thread.start()
+        self.started = True
 
     def _run(self) -> None:
         try:
@@ -141,9 +138,14 @@ class _Worker(Generic[T]):
         except BaseException as error:
             self.ready.put(_End(error))
 
-    def stop(self) -> None:
-        """Ends the thread, and tells those who wait."""
+    def tell_to_stop(self) -> None:
+        """Lets the thread end when the item that it makes is done."""
         self._stopped = True
         self.wake.put(None)
-        self._thread.join()
+
+    def stop(self) -> None:
+        """Ends the thread, and tells those who wait."""
+        self.tell_to_stop()
+        if self._thread.ident is not None:
+            self._thread.join()
         self.ready.put(_End(None))
