@@ -188,6 +188,25 @@ def test_an_interrupt_as_the_block_is_left_comes_out_when_that_is_done(monkeypat
     assert_same(tuple(buffer.sample(8)), tuple(plain.sample(8)))
 
 
+def test_an_error_that_keeps_the_block_from_being_left_comes_out():
+    """It is not tried for ever."""
+    buffer, _ = filled(60)
+    batches = buffer.prefetch(8)
+
+    def fail():
+        raise OSError("never")
+
+    batches._when_left = fail
+
+    def leave():
+        with batches:
+            next(batches)
+
+    with pytest.raises(OSError, match="never"):
+        leave()
+    assert not threads()
+
+
 def test_copies_within_the_block_go_on_with_what_was_not_taken():
     buffer, plain = filled(60)[0], filled(60)[0]
     with buffer.prefetch(8, 3) as batches:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gym_compress.codec import Codec
 from gym_compress.replay.checkpoint import SavedBuffer
 from gym_compress.replay.file import ReplayFile
-from gym_compress.replay.locks import fork_safe_lock
+from gym_compress.replay.locks import fork_safe_lock, to_the_end
 from gym_compress.replay.prefetch import Prefetch
 from gym_compress.replay.sequences import draw_starts
 from gym_compress.replay.settings import generator_from_json, generator_to_json
@@ -166,24 +166,8 @@ class CompressedReplayBuffer(SavedBuffer):
 
         with self._lock:
             self._make_room()
-            self._write_whole(row, obs, next_obs, rest)
-
-    def _write_whole(self, *transition: Any) -> None:
-        """Writes a transition; what interrupts that comes out when it is whole.
-
-        In a full buffer, a row would be old in part otherwise, and be sampled so.
-        """
-        first: BaseException | None = None
-        while True:
-            try:
-                self._write_transition(*transition)
-                break
-            except BaseException as error:
-                if first is not None and isinstance(error, Exception):
-                    raise
-                first = first or error
-        if first is not None:
-            raise first
+            # in a full buffer, a row would be old in part otherwise, and be sampled so
+            to_the_end(lambda: self._write_transition(row, obs, next_obs, rest))
 
     def _write_transition(self, row: int, obs: Any, next_obs: Any, rest: tuple[Any, ...]) -> None:
         map_leaves(lambda store, batch: write_row(store, row, batch), self.observations, obs)

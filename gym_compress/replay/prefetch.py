@@ -10,6 +10,8 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from gym_compress.replay.locks import to_the_end
+
 __all__ = ["Prefetch"]
 
 T = TypeVar("T")
@@ -86,17 +88,13 @@ class Prefetch(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._left = True
-        interrupt = None
-        while self._process == os.getpid():
-            try:
-                if self._worker is not None:
-                    self._worker.stop()
-                self._when_left()
-                self._process = -1
-            except BaseException as caught:
-                interrupt = caught
-        if interrupt is not None:
-            raise interrupt
+        if self._process == os.getpid():
+            to_the_end(self._leave)
+
+    def _leave(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+        self._when_left()
 
 
 class _End:
