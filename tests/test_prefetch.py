@@ -164,6 +164,35 @@ def test_after_an_interrupt_the_next_batch_comes():
     assert not buffer._ahead
 
 
+def test_a_batch_that_an_interrupt_lost_is_made_up_for():
+    """The interrupt came as the queue gave it, before the thread was told."""
+
+    class Losing:
+        def __init__(self, queue):
+            self.put, self.qsize, self.take = queue.put, queue.qsize, queue.get
+
+        def get(self):
+            self.take()
+            raise KeyboardInterrupt
+
+    buffer, _ = filled(60)
+    got = []
+    with buffer.prefetch(8, 1) as batches:
+        next(batches)
+        wait_for_ready(batches, 1)
+        queue = batches._worker.ready
+        batches._worker.ready = Losing(queue)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        batches._worker.ready = queue
+        while batches._worker.wake.qsize():  # the thread looked, when nothing was wanted yet
+            time.sleep(0)
+        consumer = threading.Thread(target=lambda: got.append(next(batches)), daemon=True)
+        consumer.start()
+        consumer.join(20)
+        assert got
+
+
 def test_an_interrupt_as_the_block_is_left_comes_out_when_that_is_done(monkeypatch):
     buffer, plain = filled(60)[0], filled(60)[0]
     batches = buffer.prefetch(8, 4)
