@@ -5,6 +5,7 @@ from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.observation import CompressedBox, CompressedObservation
 from gym_compress.replay.buffer import CompressedReplayBuffer
+from gym_compress.replay.samples import CompressedSamples
 from gym_compress.wrappers import CompressedAtariPreprocessing, CompressedFrameStack, CompressObservation
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "CompressedFrameStack",
     "CompressedObservation",
     "CompressedReplayBuffer",
+    "CompressedSamples",
     "CorruptDataError",
     "GymCompressError",
     "decompress_batch",

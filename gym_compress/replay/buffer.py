@@ -6,7 +6,8 @@ import copy
 import operator
 import os
 from collections import deque
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -17,34 +18,20 @@ from gym_compress.replay.checkpoint import SavedBuffer
 from gym_compress.replay.file import ReplayFile
 from gym_compress.replay.locks import fork_safe_lock, to_the_end
 from gym_compress.replay.prefetch import Prefetch
+from gym_compress.replay.samples import (
+    CompressedSamples,
+    ReplaySamples,
+    gather,
+    layout_of_samples,
+    torch_device,
+)
 from gym_compress.replay.sequences import draw_starts
 from gym_compress.replay.settings import generator_from_json, generator_to_json
-from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, read_pair, write_row
+from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, write_row
 from gym_compress.replay.transitions import action_dim, action_dtype, transition_arrays
 from gym_compress.tree import map_leaves, map_space
 
-__all__ = ["CompressedReplayBuffer", "ReplaySamples"]
-
-
-class ReplaySamples(NamedTuple):
-    """A batch of transitions: torch tensors on the buffer's device, or NumPy arrays if it has none.
-
-    Attributes:
-        observations: ``(batch_size, *observation)``, of the space's dtype; a dict or tuple of these for such
-            a space.
-        actions: ``(batch_size, action_dim)``.
-        next_observations: As ``observations``. In most batches of stacks both are views of one array, which
-            is not contiguous then: copy them before writing to them in place.
-        dones: ``(batch_size, 1)`` float32: 1 where the episode terminated, 0 also where a time limit ended it
-            if the buffer handles timeouts.
-        rewards: ``(batch_size, 1)`` float32.
-    """
-
-    observations: Any
-    actions: Any
-    next_observations: Any
-    dones: Any
-    rewards: Any
+__all__ = ["CompressedReplayBuffer"]
 
 
 class CompressedReplayBuffer(SavedBuffer):
@@ -114,7 +101,7 @@ class CompressedReplayBuffer(SavedBuffer):
         self.n_envs = n_envs
         self.optimize_memory_usage = optimize_memory_usage
         self.handle_timeout_termination = handle_timeout_termination
-        self.device = _torch_device(device)
+        self.device = torch_device(device)
         self.pos = 0
         self.full = False
 
@@ -191,13 +178,16 @@ class CompressedReplayBuffer(SavedBuffer):
             return map_leaves(lambda *leaves: list(leaves), *batch)
         return batch
 
-    def _follows(self, before: int, row: int) -> NDArray[np.bool_]:
-        """Whether the observations of a row are the next observations of the row before."""
+    def _follows(self, before: int, row: int, at_a_glance: bool = False) -> NDArray[np.bool_]:
+        """Whether the observations of a row are the next observations of the row before.
+
+        At a glance, only those are that lie in the same chunks.
+        """
         follow = np.ones(self.n_envs, np.bool_)
 
         def leaf(store: Any, twin: Any) -> None:
             if isinstance(store, ObservationStore):
-                follow[:] &= store.follows(twin, before, row)
+                follow[:] &= (store.shares if at_a_glance else store.follows)(twin, before, row)
             else:
                 follow[:] &= [
                     a.tobytes() == b.tobytes() for a, b in zip(store[row], twin[before], strict=True)
@@ -274,7 +264,7 @@ class CompressedReplayBuffer(SavedBuffer):
             raise ValueError("Expected a buffer that holds transitions, but nothing was added yet")
         rows = self._rng.integers(size, size=batch_size)
         envs = self._rng.integers(self.n_envs, size=batch_size)
-        return self._samples(rows, envs, env)
+        return gather(self, rows, envs, env)
 
     def prefetch(self, batch_size: int, depth: int = 2) -> Prefetch[ReplaySamples]:
         """Draws batches ahead in a background thread, so that they are decoded while the network learns.
@@ -344,18 +334,90 @@ class CompressedReplayBuffer(SavedBuffer):
         Raises:
             IndexError: If an index leads to no transition.
         """
+        with self._lock:
+            return gather(self, *self._places(indices))
+
+    def _places(self, indices: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The rows and environments of transitions."""
         indices = np.asarray(indices) if np.size(indices) else np.empty(0, np.int64)
         if indices.ndim != 1 or indices.dtype.kind not in "iu":
             raise IndexError(
                 f"Expected a list of integers, got shape {indices.shape} and dtype {indices.dtype}"
             )
+        filled = self.size() * self.n_envs
+        if indices.size and not (indices.min() >= 0 and indices.max() < filled):
+            raise IndexError(
+                f"Expected indices from 0 to {filled - 1}, got {indices.min()} to {indices.max()}"
+            )
+        rows, envs = np.divmod(indices, self.n_envs)
+        return rows, envs
+
+    def take(self, indices: Any) -> CompressedSamples:
+        """The transitions with given indices, compressed as they are: what another buffer can :meth:`adopt`.
+
+        Observations that were not compressed yet are compressed.
+
+        Args:
+            indices: ``(n,)`` integers as for :meth:`get`, in any order.
+
+        Raises:
+            IndexError: If an index leads to no transition.
+            CorruptDataError: If chunks are kept in a file, and it is damaged.
+        """
         with self._lock:
-            filled = self.size() * self.n_envs
-            if indices.size and not (indices.min() >= 0 and indices.max() < filled):
-                raise IndexError(
-                    f"Expected indices from 0 to {filled - 1}, got {indices.min()} to {indices.max()}"
-                )
-            return self._samples(*np.divmod(indices, self.n_envs))
+            return self._take(*self._places(indices))
+
+    def _take(self, rows: NDArray[Any], envs: NDArray[Any]) -> CompressedSamples:
+        arrays = {name: values[rows, envs] for name, values in self._row_arrays().items()}
+        images = [store.take(twin, rows, envs) for store, twin in self._pairs()]
+        return CompressedSamples(self._layout, arrays, images)
+
+    @cached_property
+    def _layout(self) -> str:
+        kwargs = {name: self._compression[name] for name in ("stack_size", "stack_axis")}
+        return layout_of_samples(self.observation_space, **kwargs)
+
+    def adopt(self, samples: CompressedSamples) -> None:
+        """Stores transitions that another buffer gave, with their chunks: nothing is decoded or encoded.
+
+        Chunks that come again with later transitions are kept once. Of more transitions than the buffer
+        holds, the last ones are stored.
+
+        Args:
+            samples: Transitions of as many environments as the buffer has: the first ``n_envs`` make a row,
+                and so on.
+
+        Raises:
+            ValueError: If they are of other spaces, or no whole rows. The buffer is as it was then.
+            CorruptDataError: If they are damaged. The buffer is as it was then, too.
+            OSError: If chunks are kept in a file, and the system refuses to write them.
+        """
+        if len(samples) % self.n_envs:
+            raise ValueError(f"Expected rows of {self.n_envs} transitions, got {len(samples)} transitions")
+        none = np.empty(0, np.int64)
+        samples.check(self._take(none, none))
+        beyond = max(len(samples) // self.n_envs - self.buffer_size, 0)
+        samples = samples.select(slice(beyond * self.n_envs, None))
+        if not len(samples):
+            return
+        with self._lock:
+            self._make_room()
+            pos = (self.pos + beyond) % self.buffer_size
+            to_the_end(lambda: self._write_samples(pos, samples))
+
+    def _write_samples(self, pos: int, samples: CompressedSamples) -> None:
+        count, envs = np.divmod(np.arange(len(samples)), self.n_envs)
+        rows = (pos + count) % self.buffer_size
+        for (store, twin), image in zip(self._pairs(), samples._images, strict=True):
+            store.adopt(twin, rows, envs, image)
+        for name, values in self._row_arrays().items():
+            values[rows, envs] = samples._arrays[name]
+        self._ends[rows, envs] |= ~samples.followed(self.n_envs)
+        before = (pos - 1) % self.buffer_size
+        if self.size() and before not in rows:
+            self._ends[before] |= ~self._follows(before, pos, at_a_glance=True)
+        self.full |= pos + len(samples) // self.n_envs >= self.buffer_size
+        self.pos = int(rows[-1] + 1) % self.buffer_size
 
     def sample_sequences(self, batch_size: int, length: int) -> ReplaySamples:
         """Draws runs of transitions that follow each other, uniformly over all places where one can begin.
@@ -380,22 +442,7 @@ class CompressedReplayBuffer(SavedBuffer):
             oldest = self.pos if self.full else 0
             starts = draw_starts(self._rng, self._ends, self.size(), oldest, batch_size, length)
             rows = (oldest + starts[:, :1] + np.arange(length)) % self.buffer_size
-            return self._samples(rows, np.broadcast_to(starts[:, 1:], rows.shape))
-
-    def _samples(self, rows: NDArray[Any], envs: NDArray[Any], env: Any = None) -> ReplaySamples:
-        pairs = map_leaves(
-            lambda store, twin: read_pair(store, twin, rows, envs), self.observations, self.next_observations
-        )
-        obs, next_obs = (map_leaves(lambda _, pair, i=i: pair[i], self.observations, pairs) for i in (0, 1))
-        rewards = self.rewards[rows, envs][..., None]
-        if env is not None:
-            obs, next_obs = env.normalize_obs(obs), env.normalize_obs(next_obs)
-            rewards = env.normalize_reward(rewards).astype(np.float32)
-        dones = (self.dones[rows, envs] * (1 - self.timeouts[rows, envs]))[..., None]
-        arrays = ReplaySamples(obs, self.actions[rows, envs], next_obs, dones, rewards)
-        if self.device is None:
-            return arrays
-        return ReplaySamples(*[map_leaves(self._to_torch, array) for array in arrays])
+            return gather(self, rows, np.broadcast_to(starts[:, 1:], rows.shape))
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "generator": generator_to_json(self._generator())}
@@ -412,7 +459,7 @@ class CompressedReplayBuffer(SavedBuffer):
 
     @classmethod
     def _check(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
-        _torch_device(device)
+        torch_device(device)
 
     def _restore(self, settings: dict[str, Any]) -> None:
         if settings.get("generator") is not None:  # SB3's buffers have none of their own
@@ -440,11 +487,6 @@ class CompressedReplayBuffer(SavedBuffer):
         map_leaves(leaf, self.observations, self.next_observations)
         for i in np.flatnonzero((unsure & broken).any(axis=1)):
             self._ends[before[i]] |= ~self._follows(before[i], after[i])
-
-    def _to_torch(self, array: NDArray[Any]) -> Any:
-        import torch
-
-        return torch.from_numpy(array).to(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_ahead")}
@@ -476,18 +518,3 @@ def _undrawn(generator: np.random.Generator, draws: list[_Draw]) -> Any:
 def _check_batch_size(batch_size: int) -> None:
     if operator.index(batch_size) < 1:
         raise ValueError(f"batch_size is expected to be at least 1, actual value: {batch_size}")
-
-
-def _torch_device(device: Any) -> Any:
-    """The torch device that an argument means, or None for NumPy arrays."""
-    if device is None:
-        return None
-    if device == "auto":
-        try:
-            import torch
-        except ImportError:
-            return None
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    import torch
-
-    return torch.device(device)

@@ -15,7 +15,8 @@ from gym_compress.chunk import fit, read_pieces
 from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
 from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
-from gym_compress.replay.stream import Stream, Wanted
+from gym_compress.replay.parcel import ImageParcel, NumberedChunks, Wanted
+from gym_compress.replay.stream import Stream
 from gym_compress.slicing import Slicing
 from gym_compress.stream import worth_compressing
 
@@ -109,10 +110,21 @@ class ObservationStore:
         codec = resolve_codec(codec, slicing.frame_nbytes)
         frames_per_chunk = resolve_frames_per_chunk(frames_per_chunk, slicing.frame_nbytes)
         self._slicing = slicing
-        self.streams = [Stream(slicing, codec, frames_per_chunk) for _ in range(n_envs)]
+        self.streams: list[Any] = [Stream(slicing, codec, frames_per_chunk) for _ in range(n_envs)]
         self._references = np.zeros((rows, n_envs), np.int32)
         self._odd: dict[int, tuple[int, ...]] = {}  # references that are no single number
         self._is_twin = False
+
+    @classmethod
+    def of_parcel(cls, parcel: ImageParcel, slicing: Slicing) -> tuple[ObservationStore, ObservationStore]:
+        """A store of one environment and its twin, to be read, that hold what a parcel holds."""
+        stores = cls.__new__(cls), cls.__new__(cls)
+        chunks = NumberedChunks(slicing, parcel.chunks(), parcel.firsts.tolist())
+        odd = {_ODD - line: tuple(numbers) for line, numbers in enumerate(parcel.odd.tolist())}
+        for store, references in zip(stores, parcel.references, strict=True):
+            store._slicing, store.streams, store._odd = slicing, [chunks], odd
+            store._references, store._is_twin = references[:, None], store is stores[1]
+        return stores
 
     def twin(self) -> ObservationStore:
         """An empty store that shares this one's chunks: for the next observations."""
@@ -179,6 +191,80 @@ class ObservationStore:
             if old != _EMPTY:
                 self.streams[env].release(released)
 
+    def take(self, twin: ObservationStore, rows: NDArray[Any], envs: NDArray[Any]) -> ImageParcel:
+        """A parcel of observations and next observations.
+
+        Args:
+            twin: Holds the next observations.
+            rows: ``(n,)``, their rows.
+            envs: ``(n,)``, their environments.
+        """
+        parcels, order = [], []
+        for env in np.unique(envs):
+            places = np.flatnonzero(envs == env)
+            own = self._numbers(rows[places], env), twin._numbers(rows[places], env)
+            lines = len(own[0][1])
+            following = np.where(own[1][0] < 0, own[1][0] - lines, own[1][0])
+            references, odd = np.stack((own[0][0], following)), np.concatenate((own[0][1], own[1][1]))
+            parcels.append(self.streams[env].take(references, odd))
+            order.append(places)
+        if not parcels:
+            parcels = [self.streams[0].take(np.empty((2, 0), np.int64), np.empty((0, self.slices), np.int64))]
+            order = [rows]
+        return ImageParcel.join(parcels).select(np.argsort(np.concatenate(order), kind="stable"))
+
+    def _numbers(self, rows: NDArray[Any], env: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """References of an environment as an :class:`ImageParcel` has them."""
+        references = self._references[rows, env].astype(np.int64)
+        places = np.flatnonzero(references < 0)
+        odd = [self._odd[reference] for reference in references[places].tolist()]
+        references[places] = _ODD - np.arange(len(odd))
+        return references, np.array(odd, np.int64).reshape(len(odd), self.slices)
+
+    def adopt(
+        self, twin: ObservationStore, rows: NDArray[Any], envs: NDArray[Any], parcel: ImageParcel
+    ) -> None:
+        """Takes a parcel over, which was checked, in the place of what stands there.
+
+        Args:
+            twin: Gets the next observations.
+            rows: ``(n,)``, the rows to which they go.
+            envs: ``(n,)``, their environments.
+            parcel: The parcel of n transitions.
+        """
+        for env in np.unique(envs):
+            places = np.flatnonzero(envs == env)
+            own = parcel
+            if len(places) < len(envs):  # with those chunks alone that these touch
+                chunks = NumberedChunks(self._slicing, parcel.chunks(), parcel.firsts.tolist())
+                references = parcel.references[:, places].astype(np.int64)
+                own = chunks.take(*_without_unused(references, parcel.odd.astype(np.int64)))
+            (ours, theirs), odd = self.streams[env].adopt(own)
+            self._put(rows[places], env, ours, odd)
+            twin._put(rows[places], env, theirs, odd)
+
+    def _put(self, rows: NDArray[Any], env: int, numbers: NDArray[np.int64], odd: NDArray[np.int64]) -> None:
+        """Writes references of an environment, which are counted already, and releases those that were there.
+
+        Args:
+            rows: ``(n,)``, the rows.
+            env: The environment.
+            numbers: ``(n,)``, the references as in :class:`ImageParcel`, in the numbers of the stream.
+            odd: The odd ones.
+        """
+        before, lines = self._numbers(rows, env)
+        keys = _ODD - (rows * self._references.shape[1] + env)
+        irregular = numbers < 0
+        for key, line in zip(keys[irregular].tolist(), odd[-1 - numbers[irregular]].tolist(), strict=True):
+            self._odd[key] = tuple(line)
+        references = np.where(irregular, keys, numbers)
+        if self._references.dtype == np.int32 and np.abs(references).max(initial=0) > _INT32:
+            self._references = self._references.astype(np.int64)
+        self._references[rows, env] = references
+        for key in keys[(before < 0) & ~irregular].tolist():
+            del self._odd[key]
+        self.streams[env].release_all(before[before > 0], lines)
+
     def clear(self) -> None:
         """Empties this store, and, if it is no twin, the streams that its twins share: clear these before."""
         self._references.fill(_EMPTY)
@@ -205,6 +291,21 @@ class ObservationStore:
                 continue
             same[env] = kept[0].tobytes() == kept[1].tobytes()
         return same
+
+    def shares(self, twin: ObservationStore, before: int, row: int) -> NDArray[np.bool_]:
+        """Where :meth:`follows` is true at a glance: what stands in both rows are the same bytes of chunks.
+
+        Returns:
+            ``(n_envs,)`` bool.
+        """
+        places: list[list[Wanted]] = []
+        for store, at in ((self, row), (twin, before)):
+            places.append([])
+            for env in range(self._references.shape[1]):
+                wanted: Wanted = {}
+                store._locate(int(store._references[at, env]), env, 0, wanted)
+                places[-1].append(wanted)
+        return np.array([ours == theirs for ours, theirs in zip(*places, strict=True)])
 
     def may_break(
         self, twin: ObservationStore, before: NDArray[np.integer[Any]], rows: NDArray[np.integer[Any]]
@@ -253,6 +354,14 @@ class ObservationStore:
         references = self._references[:rows, env].astype(np.int64)
         odd = [self._odd[reference] for reference in references[references < 0].tolist()]
         return references[references > 0], np.array(odd, np.int64).reshape(len(odd), self.slices)
+
+    def _locate(self, reference: int, env: int, to: int, wanted: Wanted) -> None:
+        """Notes where the bytes are that a reference leads to; see :meth:`NumberedChunks.locate`."""
+        if reference > 0:
+            self.streams[env].locate(reference, self._slicing.count, to, wanted)
+        elif reference != _EMPTY:
+            for i, number in enumerate(self._odd[reference]):
+                self.streams[env].locate(number, 1, to + i * self._slicing.slice_nbytes, wanted)
 
     def flattened(self) -> FlatStore:
         """The store as one axis, environment by environment."""
@@ -319,8 +428,7 @@ def read_stores(*places: Places) -> list[NDArray[Any]]:
             elif reference == _EMPTY:
                 flat[to : to + slicing.nbytes] = 0
             else:
-                for i, number in enumerate(store._odd[reference]):
-                    streams[env].locate(number, 1, to + i * slicing.slice_nbytes, wanted)
+                store._locate(reference, env, to, wanted)
             to += slicing.nbytes
     read_pieces(wanted.items(), flat.data)
     return list(slicing.join(out))
@@ -364,6 +472,16 @@ def read_pair(
     views = out[:, : slicing.moved[0]], out[:, apart:]
     first, second = (slicing.join(view.reshape(*rows.shape, *slicing.moved)) for view in views)
     return first, second
+
+
+def _without_unused(
+    references: NDArray[np.int64], odd: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """References as in :class:`ImageParcel`, and of the odd ones those alone that they mean."""
+    irregular = references < 0
+    used, inverse = np.unique(-1 - references[irregular], return_inverse=True)
+    references[irregular] = -1 - inverse
+    return references, odd[used]
 
 
 def is_image(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:

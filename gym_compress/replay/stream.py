@@ -10,28 +10,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gym_compress.chunk import Chunk, ChunkWriter, Piece, read_pieces
+from gym_compress.chunk import Chunk, ChunkWriter, read_pieces
 from gym_compress.codec import Codec
-from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
 from gym_compress.replay.format import MOST_CHUNK
+from gym_compress.replay.parcel import ImageParcel, NumberedChunks, Numbering
 from gym_compress.replay.reading import StoredChunk
 from gym_compress.slicing import Newest, Slicing
 
-__all__ = ["Stream", "Wanted"]
-
-# What is wanted of chunks, for gym_compress.chunk.read_pieces.
-Wanted = dict[Chunk | StoredChunk, list[Piece]]
+__all__ = ["Stream"]
 
 # How many of the newest chunks of a stream stay in memory when the others go to a file: a wrapper's chunk is
 # wanted again as long as stacks overlap it.
 _STAY = 8
 
-# What numbers of slices in a file stay below.
-_MOST_NUMBERS = 2**62
+# Among how many of the newest chunks a parcel's are looked for, since the same may come again.
+_MOST_LATEST = 1024
 
 
-class Stream:
+class Stream(NumberedChunks):
     """The slices of one environment, numbered as they come, in chunks that go when nothing refers to them.
 
     Numbers begin at 1. A chunk has a range of them, which its slices fill from the front.
@@ -63,6 +60,7 @@ class Stream:
         self._own_first: int  # where its range begins
         self._newest: Newest  # the slices of the newest observation, if it came as an array
         self._numbers: list[int]  # their numbers
+        self._latest: dict[bytes, Chunk]  # chunks that came in parcels lately, by their content
         self.clear()
 
     def clear(self) -> None:
@@ -70,13 +68,14 @@ class Stream:
         self.evicted.extend([id_ for id_ in self.ids if id_])
         fresh: dict[str, Any] = {"_chunks": [], "_adopted": {}, "_waiting": [], "_numbers": []}
         fresh |= {name: array("q") for name in ("ids", "_firsts", "_users")}
+        fresh["_latest"] = {}
         fresh |= {"_gone": 0, "_end": 1, "_own": None, "_own_first": 0, "_newest": Newest(self._slicing)}
         self.__dict__.update(fresh)  # at once
 
     @property
     def cbytes(self) -> int:
         """Bytes of the chunks."""
-        return sum(chunk.cbytes for chunk in self._chunks if chunk is not None)
+        return sum(chunk.cbytes for chunk in set(self._chunks) if chunk is not None)
 
     def put(self, observation: Any, moves: bool) -> int | tuple[int, ...]:
         """Takes an observation in. Its chunks stay until the reference is released.
@@ -165,9 +164,72 @@ class Stream:
         for index in self._touched(reference):
             self._users[index] -= 1
             self._let_go(index)
+        self._forget_gone()
+
+    def _forget_gone(self) -> None:
         if self._gone > 256:
             gone, self._gone = self._gone, 0
             del self._chunks[:gone], self.ids[:gone], self._firsts[:gone], self._users[:gone]
+
+    def release_all(self, runs: NDArray[np.int64], odd: NDArray[np.int64]) -> None:
+        """Takes references back, as :meth:`window` has them."""
+        for index in self._count(runs, odd, -1):
+            self._let_go(index)
+        self._forget_gone()
+
+    def adopt(self, parcel: ImageParcel) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Takes the chunks of a parcel over, which was checked. They stay until its references are released.
+
+        A chunk that came before, as those at the end of a parcel come again with the next one, is kept once;
+        a comparison tells.
+
+        Returns:
+            The parcel's references and the odd ones, in the numbers of this stream.
+        """
+        self.seal()
+        self._newest.known = False
+        chunks = []
+        for chunk in parcel.chunks():
+            content = _bytes_of(chunk)
+            chunks.append(self._latest.pop(content, chunk))
+            self._latest[content] = chunks[-1]
+        for content in list(self._latest)[:-_MOST_LATEST]:
+            del self._latest[content]
+
+        firsts, slice_nbytes = parcel.firsts.tolist(), self._slicing.slice_nbytes
+        ends = firsts[1:] + [
+            first - -chunk.nbytes // slice_nbytes
+            for first, chunk in zip(firsts[-1:], chunks[-1:], strict=True)
+        ]
+        here = self._last_of(chunks, firsts, ends)
+        shift = (self._firsts[-here] if here else self._end) - firsts[0] if firsts else 0
+        for chunk, first, end in zip(chunks[here:], firsts[here:], ends[here:], strict=True):
+            self._register(chunk, end - first)
+        numbers = parcel.references.astype(np.int64)
+        numbers[numbers > 0] += shift
+        runs, odd = parcel.parted()
+        self._count(runs + shift, odd + shift, 1)
+        for index in range(len(self._chunks) - len(chunks), len(self._chunks)):
+            self._let_go(index)  # those that nothing refers to
+        return numbers, parcel.odd + np.int64(shift)
+
+    def _last_of(self, chunks: list[Chunk], firsts: list[int], ends: list[int]) -> int:
+        """How many of the chunks at the front of a parcel are the last ones here, with the same distances."""
+        for count in range(min(len(chunks), len(self._chunks)), 0, -1):
+            if self._chunks[-count:] == chunks[:count]:
+                shift = self._firsts[-count] - firsts[0]
+                own = [*self._firsts[-count:], self._end]
+                if own == [number + shift for number in [*firsts[:count], ends[count - 1]]]:
+                    return count
+        return 0
+
+    def _count(self, runs: NDArray[np.int64], odd: NDArray[np.int64], sign: int) -> list[int]:
+        """Counts references in, or out; returns the places of the chunks that they lead to."""
+        place, _, users = self.window(runs, odd)
+        touched = np.flatnonzero(users)
+        for index in touched.tolist():
+            self._users[place + index] += sign * int(users[index])
+        return (place + touched).tolist()
 
     def _touched(self, reference: int | tuple[int, ...]) -> Iterable[int]:
         if isinstance(reference, tuple):
@@ -180,6 +242,8 @@ class Stream:
         if self._users[index] or chunk is None or chunk is self._own:
             return
         self._adopted.pop(chunk, None)
+        if isinstance(chunk, Chunk) and self._latest:
+            self._latest.pop(_bytes_of(chunk), None)
         id_, self.ids[index] = self.ids[index], 0
         if id_:
             self.evicted.append(id_)
@@ -188,35 +252,6 @@ class Stream:
         self._chunks[index] = None
         while self._gone < len(self._chunks) and self._chunks[self._gone] is None:
             self._gone += 1
-
-    def locate(self, first: int, count: int, to: int, wanted: Wanted) -> None:
-        """Notes which bytes of which chunks hold slices that follow each other.
-
-        Args:
-            first: The number of the first slice.
-            count: How many slices.
-            to: Where in the output their bytes begin.
-            wanted: Gains the pieces, for :func:`gym_compress.chunk.read_pieces`.
-        """
-        nbytes = self._slicing.slice_nbytes
-        index = bisect_right(self._firsts, first) - 1
-        start = (first - self._firsts[index]) * nbytes
-        left = count * nbytes
-        while left:
-            chunk = self._chunks[index]
-            assert chunk is not None, "a chunk stays while something refers to it"
-            end = start + left
-            if end > chunk.nbytes:
-                end = chunk.nbytes
-            piece = (to, to + end - start, start, end)
-            if chunk in wanted:
-                wanted[chunk].append(piece)
-            else:
-                wanted[chunk] = [piece]
-            to += end - start
-            left -= end - start
-            start = 0
-            index += 1
 
     def seal(self) -> None:
         """Compresses the slices that are raw so far."""
@@ -284,17 +319,26 @@ class Stream:
                 yield index, self._firsts[index], self._whole(chunk)
 
     def _whole(self, chunk: Chunk | StoredChunk) -> Chunk | StoredChunk:
+        """A chunk as :meth:`_part` gives it, to be saved."""
+        part, adopted = self._part(chunk), self._adopted.get(chunk)
+        if adopted:
+            adopted.saving = part.nbytes
+        return part
+
+    def _part(self, chunk: Chunk | StoredChunk) -> Chunk | StoredChunk:
         """A chunk, or what is referred to of one that a wrapper still writes, as a chunk."""
         adopted = self._adopted.get(chunk)
         if chunk.sealed or adopted is None:
-            if adopted:
-                adopted.saving = chunk.nbytes
             return chunk
         # another thread may seal it meanwhile, so it is read as by any reader
-        adopted.saving = adopted.end
         raw = np.empty(adopted.end // self._slicing.dtype.itemsize, self._slicing.dtype)
         read_pieces([(chunk, [(0, adopted.end, 0, adopted.end)])], raw.view(np.uint8).data)
         return Chunk.from_array(raw, chunk.codec)
+
+    def _sealed(self, index: int) -> Chunk | StoredChunk:
+        if self._chunks[index] is self._own:
+            self.seal()
+        return self._part(super()._sealed(index))
 
     def saved(self, ids: array[int]) -> None:
         """Notes what a file knows each chunk by."""
@@ -324,36 +368,13 @@ class Stream:
             CorruptDataError: If ranges overlap, or a reference leads to a slice that is not there.
         """
         nbytes = np.array([chunk.nbytes for chunk in chunks], np.int64)
-        whole, spans = nbytes // self._slicing.slice_nbytes, -(-nbytes // self._slicing.slice_nbytes)
-        ends = firsts + spans
-        if len(chunks) and (firsts[0] < 1 or (firsts[1:] < ends[:-1]).any() or ends[-1] > _MOST_NUMBERS):
-            raise CorruptDataError("ranges of chunks overlap, or are out of bounds")
-        gaps = np.zeros(len(chunks), np.int64)
-        np.cumsum(firsts[1:] != firsts[:-1] + whole[:-1], out=gaps[1:])
-
-        def chunks_of(numbers: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-            """The first and the last chunk of runs of slices."""
-            first = np.searchsorted(firsts, numbers, "right") - 1
-            last = np.searchsorted(firsts, numbers + (count - 1), "right") - 1
-            sound = len(chunks) and first.min(initial=0) >= 0 and numbers.max(initial=0) < _MOST_NUMBERS
-            sound = sound and (numbers + count <= (firsts + whole)[last]).all()
-            if numbers.size and not (sound and (gaps[first] == gaps[last]).all()):
-                raise CorruptDataError("a reference leads to a slice that is not there")
-            return first, last
-
-        users = np.zeros(len(chunks) + 1, np.int64)
-        for part in np.array_split(runs, len(runs) // 2**16 + 1):  # for a large buffer, memory
-            first, last = chunks_of(part, self._slicing.count)
-            np.add.at(users, first, 1)
-            np.add.at(users, last + 1, -1)
-        users = users.cumsum()[:-1]
-        each = np.sort(chunks_of(odd, 1)[0], axis=1)  # a chunk counts once, however many slices lead there
-        np.add.at(users, each[np.diff(each, axis=1, prepend=-1) > 0], 1)
+        numbering = Numbering(self._slicing, firsts, nbytes)
+        users = numbering.users(runs, odd)
         used = users > 0  # others an interrupted process may have left
         self.evicted = ids[~used].tolist()
         self._chunks = [chunk for chunk, keep in zip(chunks, used.tolist(), strict=True) if keep]
         self.ids, self._firsts, self._users = (array("q", a[used].tobytes()) for a in (ids, firsts, users))
-        self._end = int(ends[-1]) if len(chunks) else 1
+        self._end = numbering.end
 
     def __getstate__(self) -> dict[str, Any]:
         """All in sealed chunks, which no file knows."""
@@ -369,7 +390,14 @@ class Stream:
             "evicted": [],
             "_waiting": [],
             "_adopted": {},
+            "_latest": {},
         }
+
+
+def _bytes_of(chunk: Chunk) -> bytes:
+    """The content of a sealed chunk."""
+    content = chunk.content
+    return content if isinstance(content, bytes) else content.tobytes()
 
 
 class _Adopted:

@@ -1,0 +1,280 @@
+"""What replay memory gives: batches of transitions, decoded or compressed."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from gym_compress.errors import CorruptDataError
+from gym_compress.replay.parcel import ImageParcel
+from gym_compress.replay.settings import space_from_json, space_to_json
+from gym_compress.replay.store import ObservationStore, is_image, read_pair
+from gym_compress.slicing import Slicing
+from gym_compress.tree import map_leaves, map_space, replace_leaves
+
+__all__ = ["CompressedSamples", "ReplaySamples", "gather", "layout_of_samples", "torch_device"]
+
+
+class ReplaySamples(NamedTuple):
+    """A batch of transitions: torch tensors on the buffer's device, or NumPy arrays if it has none.
+
+    Attributes:
+        observations: ``(batch_size, *observation)``, of the space's dtype; a dict or tuple of these for such
+            a space.
+        actions: ``(batch_size, action_dim)``.
+        next_observations: As ``observations``. In most batches of stacks both are views of one array, which
+            is not contiguous then: copy them before writing to them in place.
+        dones: ``(batch_size, 1)`` float32: 1 where the episode terminated, 0 also where a time limit ended it
+            if the buffer handles timeouts.
+        rewards: ``(batch_size, 1)`` float32.
+    """
+
+    observations: Any
+    actions: Any
+    next_observations: Any
+    dones: Any
+    rewards: Any
+
+
+class CompressedSamples:
+    """Transitions with their observations compressed: each chunk that they touch once, so they stand alone.
+
+    :meth:`gym_compress.CompressedReplayBuffer.take` and ``ShardedReplay.sample_compressed`` give them,
+    :meth:`decompress` decodes them, and :meth:`gym_compress.CompressedReplayBuffer.adopt` takes them over as
+    they are. Their pickle is what crosses a wire; a chunk that is damaged on the way is found by a checksum.
+
+    Example:
+        >>> import gymnasium as gym
+        >>> import numpy as np
+        >>> from gym_compress import CompressedReplayBuffer
+        >>> space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+        >>> rb = CompressedReplayBuffer(1000, space, gym.spaces.Discrete(6), device=None)
+        >>> obs = np.zeros((1, 4, 84, 84), np.uint8)
+        >>> for reward in range(100):
+        ...     rb.add(obs, obs, np.array([0]), np.array([reward]), np.array([False]), [{}])
+        >>> samples = rb.take(np.array([3, 50, 3]))
+        >>> len(samples)
+        3
+        >>> samples.decompress(device=None).rewards.ravel()
+        array([ 3., 50.,  3.], dtype=float32)
+    """
+
+    __slots__ = ("_arrays", "_images", "_layout")
+
+    def __init__(self, layout: str, arrays: dict[str, NDArray[Any]], images: list[ImageParcel]) -> None:
+        """Made by replay memory; not meant to be called.
+
+        Args:
+            layout: See :func:`layout_of_samples`.
+            arrays: What is kept as arrays, ``(n, ...)`` each, by the names of FORMAT.md.
+            images: The leaves of observations that are images.
+        """
+        self._layout = layout
+        self._arrays = arrays
+        self._images = images
+
+    def __len__(self) -> int:
+        """The number of transitions."""
+        return len(self._arrays["rewards"])
+
+    def decompress(self, device: Any = "auto") -> ReplaySamples:
+        """Decodes all transitions, each chunk once.
+
+        Args:
+            device: Where they go: a torch device or its name, ``"auto"`` for CUDA if there is, the CPU if
+                there is only torch, and NumPy arrays if there is no torch, or ``None`` for NumPy arrays.
+
+        Raises:
+            CorruptDataError: If a chunk cannot be decoded.
+        """
+        space, slicings = _reading(self._layout)
+        pairs = iter([ObservationStore.of_parcel(*each) for each in zip(self._images, slicings, strict=True)])
+        numbers = iter(range(len(self._arrays)))
+
+        def leaf(leaf_space: spaces.Space[Any]) -> tuple[Any, Any]:
+            number = next(numbers)
+            if is_image(leaf_space):
+                return next(pairs)
+            both = (self._arrays[f"{name}.{number}"] for name in ("observations", "next_observations"))
+            ours, theirs = (values[:, None] for values in both)
+            return ours, theirs
+
+        leaves, stores = map_space(lambda _: None, space), map_space(leaf, space)
+        rest = {name: self._arrays[name][:, None] for name in ("actions", "rewards", "dones", "timeouts")}
+        source = SimpleNamespace(
+            observations=map_leaves(lambda _, pair: pair[0], leaves, stores),
+            next_observations=map_leaves(lambda _, pair: pair[1], leaves, stores),
+            device=torch_device(device),
+            **rest,
+        )
+        rows = np.arange(len(self))
+        return gather(source, rows, np.zeros_like(rows))
+
+    def select(self, indices: Any) -> Self:
+        """Some of the transitions, in another order; the chunks remain.
+
+        Args:
+            indices: What NumPy takes as an index of an axis.
+        """
+        arrays = {name: values[indices] for name, values in self._arrays.items()}
+        return type(self)(self._layout, arrays, [image.select(indices) for image in self._images])
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """The transitions of several, at least one and all of one kind, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        arrays = {name: np.concatenate([part._arrays[name] for part in parts]) for name in parts[0]._arrays}
+        images = zip(*(part._images for part in parts), strict=True)
+        return cls(parts[0]._layout, arrays, [ImageParcel.join(each) for each in images])
+
+    def followed(self, n_envs: int) -> NDArray[np.bool_]:
+        """Where the observation of the next row is, in the same chunks, the next observation of a transition.
+
+        Args:
+            n_envs: How many transitions make a row.
+
+        Returns:
+            ``(n,)`` bool; True for the last row.
+        """
+        followed = np.ones(len(self), np.bool_)
+        for image in self._images:
+            followed[:-n_envs] &= image.followed(n_envs)
+        for name, values in self._arrays.items():
+            if name.startswith("observations."):
+                pairs = zip(values[n_envs:], self._arrays[f"next_{name}"][:-n_envs], strict=True)
+                followed[:-n_envs] &= np.array([a.tobytes() == b.tobytes() for a, b in pairs], np.bool_)
+        return followed
+
+    def check(self, like: Self) -> None:
+        """Checks that these are of the kind of others, and all that adopting relies on.
+
+        Raises:
+            ValueError: If they are of another kind.
+            CorruptDataError: If something is not as it must be.
+        """
+        ours, theirs = (
+            {name: (values.dtype, values.shape[1:]) for name, values in each._arrays.items()}
+            for each in (self, like)
+        )
+        if (self._layout, ours) != (like._layout, theirs):
+            raise ValueError(
+                f"Expected transitions of {like._layout} with {theirs}, got {self._layout} with {ours}"
+            )
+        _, slicings = _reading(self._layout)
+        for image, slicing in zip(self._images, slicings, strict=True):
+            image.check(slicing)
+        counts = {len(values) for values in self._arrays.values()}
+        if counts | {image.references.shape[1] for image in self._images} != {len(self)}:
+            raise CorruptDataError("Parts of transitions differ in number")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self._layout, self._arrays, self._images, _checksum(self._images))
+
+    def __repr__(self) -> str:
+        chunks = sum(len(image.contents) for image in self._images)
+        cbytes = sum(len(content) for image in self._images for content in image.contents)
+        return f"CompressedSamples({len(self)} transitions, {chunks} chunks of {cbytes} bytes)"
+
+
+def _checksum(images: list[ImageParcel]) -> int:
+    checksum = 0
+    for image in images:
+        for content in image.contents:
+            checksum = zlib.crc32(content if isinstance(content, bytes) else content.data, checksum)
+    return checksum
+
+
+def _restore(
+    layout: str, arrays: dict[str, NDArray[Any]], images: list[ImageParcel], checksum: int
+) -> CompressedSamples:
+    """Samples from a pickle; the checksum finds damage that Blosc2 would decode into something else."""
+    if _checksum(images) != checksum:
+        raise CorruptDataError("The compressed chunks of transitions do not have their checksum")
+    return CompressedSamples(layout, arrays, images)
+
+
+def layout_of_samples(space: spaces.Space[Any], stack_size: int | str, stack_axis: int) -> str:
+    """How observations are laid out, in few words: shapes and dtypes, not bounds, and how images are cut.
+
+    Raises:
+        TypeError: If a space is of a kind that cannot be written down.
+    """
+
+    def plain(leaf: spaces.Space[Any]) -> spaces.Space[Any]:
+        if not isinstance(leaf, spaces.Box):
+            return leaf
+        return spaces.Box(0, 1, leaf.shape, leaf.dtype.type)
+
+    leaves = map_space(lambda _: None, space)
+    spec = {"space": space_to_json(replace_leaves(lambda leaf, _: plain(leaf), space, leaves))}
+    return json.dumps({**spec, "stack_size": stack_size, "stack_axis": stack_axis}, separators=(",", ":"))
+
+
+@lru_cache(maxsize=64)
+def _reading(layout: str) -> tuple[spaces.Space[Any], list[Slicing]]:
+    """The space that a layout tells of, and how its images are cut."""
+    spec = json.loads(layout)
+    space = space_from_json(spec["space"])
+    slicings: list[Slicing] = []
+
+    def leaf(leaf_space: spaces.Space[Any]) -> None:
+        if is_image(leaf_space):
+            slicings.append(
+                Slicing(leaf_space.shape, leaf_space.dtype, spec["stack_size"], spec["stack_axis"])
+            )
+
+    map_space(leaf, space)
+    return space, slicings
+
+
+def gather(source: Any, rows: NDArray[Any], envs: NDArray[Any], env: Any = None) -> ReplaySamples:
+    """The transitions in some places, decoded.
+
+    Args:
+        source: What has ``observations``, ``next_observations``, ``actions``, ``rewards``, ``dones``,
+            ``timeouts`` and ``device`` as a buffer has them.
+        rows: Their rows, an array of any shape.
+        envs: Their environments, of the same shape.
+        env: An SB3 ``VecNormalize`` to normalise observations and rewards with, or ``None``.
+    """
+    pairs = map_leaves(
+        lambda store, twin: read_pair(store, twin, rows, envs), source.observations, source.next_observations
+    )
+    obs, next_obs = (map_leaves(lambda _, pair, i=i: pair[i], source.observations, pairs) for i in (0, 1))
+    rewards = source.rewards[rows, envs][..., None]
+    if env is not None:
+        obs, next_obs = env.normalize_obs(obs), env.normalize_obs(next_obs)
+        rewards = env.normalize_reward(rewards).astype(np.float32)
+    dones = (source.dones[rows, envs] * (1 - source.timeouts[rows, envs]))[..., None]
+    arrays = ReplaySamples(obs, source.actions[rows, envs], next_obs, dones, rewards)
+    if source.device is None:
+        return arrays
+    import torch
+
+    return ReplaySamples(
+        *[map_leaves(lambda a: torch.from_numpy(a).to(source.device), array) for array in arrays]
+    )
+
+
+def torch_device(device: Any) -> Any:
+    """The torch device that an argument means, or None for NumPy arrays."""
+    if device is None:
+        return None
+    if device == "auto":
+        try:
+            import torch
+        except ImportError:
+            return None
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    import torch
+
+    return torch.device(device)
