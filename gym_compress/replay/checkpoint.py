@@ -27,7 +27,7 @@ from gym_compress.replay.writing import Writer, close_saved, open_to_save, writi
 from gym_compress.slicing import Slicing
 from gym_compress.tree import map_leaves, map_space
 
-__all__ = ["COMPRESSION", "SavedBuffer"]
+__all__ = ["COMPRESSION", "SavedBuffer", "arguments_of"]
 
 # Limits of FORMAT.md: bytes of all arrays with all rows filled, and of references that are no single numbers;
 # and streams.
@@ -123,7 +123,7 @@ class SavedBuffer:
         text = json.dumps(settings, allow_nan=False)
         if len(text) > MOST_SETTINGS // 2:
             raise ValueError(f"The spaces are too large for a replay file, {len(text)} characters of JSON")
-        _arguments(json.loads(text))
+        arguments_of(json.loads(text))
         return settings
 
     def _settle(self) -> None:
@@ -176,7 +176,7 @@ class SavedBuffer:
         try:
             settings, table = file.read_checkpoint()
             with refusing(f"The settings of {file.path} are not valid"):
-                arguments = _arguments(settings)
+                arguments = arguments_of(settings)
             cls._check(settings, arguments["observation_space"], device)
             buffer = cls._from_settings(settings, {**arguments, "device": device})
             with refusing(f"{file.path} is not valid"):
@@ -337,7 +337,7 @@ class SavedBuffer:
         """Restores what is no array and no chunk."""
 
 
-def _arguments(settings: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(settings: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a constructor, from the settings of a file, sizes checked first.
 
     Raises:

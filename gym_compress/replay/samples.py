@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
@@ -95,6 +95,23 @@ class CompressedSamples:
         Raises:
             CorruptDataError: If a chunk cannot be decoded.
         """
+        (samples,) = self.decompress_parts(max(len(self), 1), device)
+        return samples
+
+    def decompress_parts(self, size: int, device: Any = "auto") -> Iterator[ReplaySamples]:
+        """Decodes the transitions in batches, one after another.
+
+        Args:
+            size: How many transitions make a batch; of the last one, it may be fewer.
+            device: As for :meth:`decompress`.
+        """
+        source = self._source(torch_device(device))
+        for start in range(0, max(len(self), 1), size):
+            rows = np.arange(start, min(start + size, len(self)))
+            yield gather(source, rows, np.zeros_like(rows))
+
+    def _source(self, device: Any) -> Any:
+        """What :func:`gather` reads: a row for each transition, of one environment."""
         space, slicings = _reading(self._layout)
         pairs = iter([ObservationStore.of_parcel(*each) for each in zip(self._images, slicings, strict=True)])
         numbers = iter(range(len(self._arrays)))
@@ -109,14 +126,12 @@ class CompressedSamples:
 
         leaves, stores = map_space(lambda _: None, space), map_space(leaf, space)
         rest = {name: self._arrays[name][:, None] for name in ("actions", "rewards", "dones", "timeouts")}
-        source = SimpleNamespace(
+        return SimpleNamespace(
             observations=map_leaves(lambda _, pair: pair[0], leaves, stores),
             next_observations=map_leaves(lambda _, pair: pair[1], leaves, stores),
-            device=torch_device(device),
+            device=device,
             **rest,
         )
-        rows = np.arange(len(self))
-        return gather(source, rows, np.zeros_like(rows))
 
     def select(self, indices: Any) -> Self:
         """Some of the transitions, in another order; the chunks remain.
