@@ -355,7 +355,7 @@ ATTACKS = {
     "a trigger": _sql("CREATE TRIGGER t AFTER INSERT ON chunks BEGIN DELETE FROM blobs; END"),
     "a column more": _sql("ALTER TABLE chunks ADD COLUMN more INTEGER"),
     "another application": _sql("PRAGMA application_id = 7"),
-    "a later version": _sql("PRAGMA user_version = 2"),
+    "a later version": _sql("PRAGMA user_version = 3"),
 }
 
 

@@ -20,6 +20,7 @@ from gym_compress.replay.locks import fork_safe_lock, to_the_end
 from gym_compress.replay.prefetch import Prefetch
 from gym_compress.replay.samples import (
     CompressedSamples,
+    Outputs,
     ReplaySamples,
     gather,
     layout_of_samples,
@@ -258,13 +259,13 @@ class CompressedReplayBuffer(SavedBuffer):
         with self._lock:
             return self._draw(batch_size, env)
 
-    def _draw(self, batch_size: int, env: Any = None) -> ReplaySamples:
+    def _draw(self, batch_size: int, env: Any = None, empty: Any = np.empty) -> ReplaySamples:
         size = self.size()
         if not size:
             raise ValueError("Expected a buffer that holds transitions, but nothing was added yet")
         rows = self._rng.integers(size, size=batch_size)
         envs = self._rng.integers(self.n_envs, size=batch_size)
-        return gather(self, rows, envs, env)
+        return gather(self, rows, envs, env, empty)
 
     def prefetch(self, batch_size: int, depth: int = 2) -> Prefetch[ReplaySamples]:
         """Draws batches ahead in a background thread, so that they are decoded while the network learns.
@@ -310,7 +311,7 @@ class CompressedReplayBuffer(SavedBuffer):
         def make() -> tuple[ReplaySamples, _Draw]:
             with self._lock:
                 before = self._rng.bit_generator.state
-                batch = self._draw(batch_size)
+                batch = self._draw(batch_size, empty=outputs.empty)
                 draw = before, self._rng.bit_generator.state
                 ahead.append(draw)
                 return batch, draw
@@ -321,6 +322,7 @@ class CompressedReplayBuffer(SavedBuffer):
                 ahead.clear()
                 self._ahead = [other for other in self._ahead if other is not ahead]
 
+        outputs = Outputs()
         ahead: deque[_Draw] = deque()
         self._ahead = [*self._ahead, ahead]
         return Prefetch(make, depth, taken=ahead.remove, left=give_back)

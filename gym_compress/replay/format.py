@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 APPLICATION_ID = 0x47794D43  # "GyMC"
-VERSION = 1
+VERSION = 2
 SCHEMA = {
     "blobs": "CREATE TABLE blobs (id INTEGER PRIMARY KEY, data BLOB NOT NULL)",
     "chunks": "CREATE TABLE chunks (id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, "
@@ -157,7 +157,7 @@ def read_application(connection: sqlite3.Connection) -> int:
 
 
 def check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises a CorruptDataError if a database has another version, or other tables."""
+    """Raises a CorruptDataError if a database has a later version, or other tables."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > VERSION:
         raise CorruptDataError(
@@ -166,8 +166,8 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
     found = connection.execute(
         "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY rowid"
     ).fetchall()
-    if version != VERSION or found != [("table", name, name, sql) for name, sql in SCHEMA.items()]:
-        raise CorruptDataError(f"{path} has other tables than a replay file of version {VERSION}")
+    if version < 1 or found != [("table", name, name, sql) for name, sql in SCHEMA.items()]:
+        raise CorruptDataError(f"{path} has other tables than a replay file has")
 
 
 def read_mark(connection: sqlite3.Connection) -> Mark | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import pickle
+import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
@@ -13,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from gym_compress.codec import Codec, check_encoded, decode
 from gym_compress.errors import CorruptDataError
 from gym_compress.replay.parcel import ImageParcel
 from gym_compress.replay.settings import space_from_json, space_to_json
@@ -21,6 +25,37 @@ from gym_compress.slicing import Slicing
 from gym_compress.tree import map_leaves, map_space, replace_leaves
 
 __all__ = ["CompressedSamples", "ReplaySamples", "gather", "layout_of_samples", "torch_device"]
+
+
+# What pickled samples are compressed with once more, on their way.
+_WIRE_CODEC = Codec("zstd", 1)
+
+# Of how many batches the memory is kept.
+_MOST_OUTPUTS = 16
+
+
+class Outputs:
+    """Arrays for batches, which are used again when nobody holds them any more.
+
+    Memory that the system has to hand out anew takes as long to fill as a fifth of the decoding.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[NDArray[np.uint8]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """As ``numpy.empty``."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        kept = self._memory
+        for i in range(len(kept)):
+            # views refer to the array that owns their memory; here, this list and the call do
+            if sys.getrefcount(kept[i]) == 2 and kept[i].nbytes == nbytes:
+                memory = kept.pop(i)
+                break
+        else:
+            memory = np.empty(nbytes, np.uint8)
+        self._memory = [memory, *kept[: _MOST_OUTPUTS - 1]]
+        return memory.view(dtype).reshape(shape)
 
 
 class ReplaySamples(NamedTuple):
@@ -98,17 +133,20 @@ class CompressedSamples:
         (samples,) = self.decompress_parts(max(len(self), 1), device)
         return samples
 
-    def decompress_parts(self, size: int, device: Any = "auto") -> Iterator[ReplaySamples]:
+    def decompress_parts(
+        self, size: int, device: Any = "auto", empty: Callable[..., NDArray[Any]] = np.empty
+    ) -> Iterator[ReplaySamples]:
         """Decodes the transitions in batches, one after another.
 
         Args:
             size: How many transitions make a batch; of the last one, it may be fewer.
             device: As for :meth:`decompress`.
+            empty: Makes the arrays of images, as NumPy's does.
         """
         source = self._source(torch_device(device))
         for start in range(0, max(len(self), 1), size):
             rows = np.arange(start, min(start + size, len(self)))
-            yield gather(source, rows, np.zeros_like(rows))
+            yield gather(source, rows, np.zeros_like(rows), empty=empty)
 
     def _source(self, device: Any) -> Any:
         """What :func:`gather` reads: a row for each transition, of one environment."""
@@ -192,7 +230,13 @@ class CompressedSamples:
             raise CorruptDataError("Parts of transitions differ in number")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self._layout, self._arrays, self._images, _checksum(self._images))
+        # in one piece, into which others that pickle need not look; and since what LZ4 leaves, and what
+        # chunks of one game have in common, makes half of it or more
+        data = np.frombuffer(
+            pickle.dumps((self._layout, self._arrays, self._images), pickle.HIGHEST_PROTOCOL), np.uint8
+        )
+        encoded = _WIRE_CODEC.encode(data, 1)
+        return _restore, (encoded, data.nbytes, zlib.crc32(encoded))
 
     def __repr__(self) -> str:
         chunks = sum(len(image.contents) for image in self._images)
@@ -200,21 +244,14 @@ class CompressedSamples:
         return f"CompressedSamples({len(self)} transitions, {chunks} chunks of {cbytes} bytes)"
 
 
-def _checksum(images: list[ImageParcel]) -> int:
-    checksum = 0
-    for image in images:
-        for content in image.contents:
-            checksum = zlib.crc32(content if isinstance(content, bytes) else content.data, checksum)
-    return checksum
-
-
-def _restore(
-    layout: str, arrays: dict[str, NDArray[Any]], images: list[ImageParcel], checksum: int
-) -> CompressedSamples:
+def _restore(encoded: bytes, nbytes: int, checksum: int) -> CompressedSamples:
     """Samples from a pickle; the checksum finds damage that Blosc2 would decode into something else."""
-    if _checksum(images) != checksum:
-        raise CorruptDataError("The compressed chunks of transitions do not have their checksum")
-    return CompressedSamples(layout, arrays, images)
+    if zlib.crc32(encoded) != checksum:
+        raise CorruptDataError(f"Compressed transitions of {len(encoded)} bytes do not have their checksum")
+    check_encoded(encoded, nbytes)
+    data = np.empty(nbytes, np.uint8)
+    decode(encoded, data)
+    return CompressedSamples(*pickle.loads(data.data))
 
 
 def layout_of_samples(space: spaces.Space[Any], stack_size: int | str, stack_axis: int) -> str:
@@ -251,7 +288,13 @@ def _reading(layout: str) -> tuple[spaces.Space[Any], list[Slicing]]:
     return space, slicings
 
 
-def gather(source: Any, rows: NDArray[Any], envs: NDArray[Any], env: Any = None) -> ReplaySamples:
+def gather(
+    source: Any,
+    rows: NDArray[Any],
+    envs: NDArray[Any],
+    env: Any = None,
+    empty: Callable[..., NDArray[Any]] = np.empty,
+) -> ReplaySamples:
     """The transitions in some places, decoded.
 
     Args:
@@ -260,9 +303,12 @@ def gather(source: Any, rows: NDArray[Any], envs: NDArray[Any], env: Any = None)
         rows: Their rows, an array of any shape.
         envs: Their environments, of the same shape.
         env: An SB3 ``VecNormalize`` to normalise observations and rewards with, or ``None``.
+        empty: Makes the arrays of images, as NumPy's does.
     """
     pairs = map_leaves(
-        lambda store, twin: read_pair(store, twin, rows, envs), source.observations, source.next_observations
+        lambda store, twin: read_pair(store, twin, rows, envs, empty),
+        source.observations,
+        source.next_observations,
     )
     obs, next_obs = (map_leaves(lambda _, pair, i=i: pair[i], source.observations, pairs) for i in (0, 1))
     rewards = source.rewards[rows, envs][..., None]

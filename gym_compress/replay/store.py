@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -403,18 +404,19 @@ class FlatStore:
 Places = tuple["ObservationStore", NDArray[Any], NDArray[Any]]
 
 
-def read_stores(*places: Places) -> list[NDArray[Any]]:
+def read_stores(*places: Places, empty: Callable[..., NDArray[Any]] = np.empty) -> list[NDArray[Any]]:
     """Gathers places of stores that share their chunks, decoding each chunk once.
 
     Args:
         *places: A store, rows and environments; of a store and its twins, all of the same shape.
+        empty: Makes the array, as NumPy's does.
 
     Returns:
         For each of them a new array ``(*rows.shape, *observation)``.
     """
     first, rows, _ = places[0]
     slicing, streams = first._slicing, first.streams
-    out = np.empty((len(places), *rows.shape, *slicing.moved), slicing.dtype)
+    out = empty((len(places), *rows.shape, *slicing.moved), slicing.dtype)
     if not out.size:
         return list(slicing.join(out))
     flat = out.reshape(-1).view(np.uint8)
@@ -435,7 +437,11 @@ def read_stores(*places: Places) -> list[NDArray[Any]]:
 
 
 def read_pair(
-    store: Any, twin: Any, rows: NDArray[np.integer[Any]], envs: NDArray[np.integer[Any]]
+    store: Any,
+    twin: Any,
+    rows: NDArray[np.integer[Any]],
+    envs: NDArray[np.integer[Any]],
+    empty: Callable[..., NDArray[Any]] = np.empty,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Gathers observations and next observations, decoding each chunk once.
 
@@ -447,6 +453,7 @@ def read_pair(
         twin: The next observations: its twin, or an array.
         rows: Rows, an array of any shape.
         envs: Environments, of the same shape.
+        empty: Makes the array of images, as NumPy's does.
 
     Returns:
         Two arrays ``(*rows.shape, *observation)``.
@@ -458,11 +465,12 @@ def read_pair(
     shift = int(theirs[0] - ours[0]) if ours.size else 0
     # if an observation moved on by more than itself, slices that nobody refers to lie between
     if not 0 < shift <= slicing.count or ours.min() <= 0 or (theirs - ours != shift).any():
-        observations, next_observations = read_stores((store, rows, envs), (twin, rows, envs))
+        both = (store, rows, envs), (twin, rows, envs)
+        observations, next_observations = read_stores(*both, empty=empty)
         return observations, next_observations
     count = slicing.count + shift
     moved = (slicing.slice_shape[0] * count, *slicing.moved[1:])
-    out = np.empty((ours.size, *moved), slicing.dtype)
+    out = empty((ours.size, *moved), slicing.dtype)
     wanted: Wanted = {}
     nbytes = count * slicing.slice_nbytes
     for i, (reference, env) in enumerate(zip(ours.tolist(), envs.ravel().tolist(), strict=True)):

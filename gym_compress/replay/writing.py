@@ -56,7 +56,7 @@ def open_to_save(path: str | os.PathLike[str]) -> sqlite3.Connection:
 
     Raises:
         FileExistsError: If there is a file, but no replay file, or one that is damaged at its head.
-        CorruptDataError: If it is a replay file of another version, or with other tables.
+        CorruptDataError: If it is a replay file of a later version, or with other tables.
         OSError: If the system refuses.
     """
     path = Path(path).absolute()
@@ -317,6 +317,7 @@ class Writer:
             )
         own = checksum(1, data)
         self._connection.execute("INSERT OR REPLACE INTO settings VALUES (1, ?, ?)", [own, data])
+        self._connection.execute(f"PRAGMA user_version = {VERSION}")  # of a file that an earlier one made
         self.set_mark(signed(self.total + own))
         self.checkpoint = Checkpoint(self.mark, self.total, self.next_id, blocks)
 

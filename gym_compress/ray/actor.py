@@ -1,0 +1,147 @@
+"""The actor that a shard is, and how it is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayTaskError
+
+from gym_compress.errors import CorruptDataError
+from gym_compress.replay.buffer import CompressedReplayBuffer
+from gym_compress.replay.checkpoint import arguments_of
+from gym_compress.replay.reading import FileReader
+from gym_compress.replay.samples import CompressedSamples
+
+__all__ = ["Shard", "answer"]
+
+_MOST_WRITERS = 2**16  # whose numbers a shard remembers
+
+
+class ShardBuffer(CompressedReplayBuffer):
+    """The transitions of a shard, and up to which parcel of each writer they are.
+
+    Attributes:
+        replay: Which replay memory they are a part of.
+        received: The number of the last parcel of each writer, by the writer's identity.
+    """
+
+    replay = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.received: dict[str, int] = {}
+
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "replay": self.replay, "received": self.received}
+
+    def _restore(self, settings: dict[str, Any]) -> None:
+        super()._restore(settings)
+        self.replay, self.received = settings["replay"], settings["received"]
+        if not all(type(number) is int for number in self.received.values()):
+            raise CorruptDataError("what came from writers has no numbers")
+
+
+class Shard:
+    """An actor that keeps a part of the transitions.
+
+    Args:
+        settings: Those of its buffer, as JSON.
+        replay: Which replay memory it is a part of.
+        path: Its file, or None.
+        resumes: Whether the file is there from the start, and not only when the actor is restarted.
+    """
+
+    def __init__(self, settings: str, replay: str, path: str | None, resumes: bool) -> None:
+        self._path = path
+        self._error: Exception | None = None
+        restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        try:
+            self._buffer = ShardBuffer(**arguments_of(json.loads(settings)), device=None)
+            self._buffer.replay = replay
+            if path is not None and (resumes or (restarted and _has_checkpoint(path))):
+                saved = ShardBuffer.load(path, device=None)
+                if saved.replay == replay:
+                    self._buffer = saved
+                elif resumes:
+                    raise CorruptDataError(f"{path} belongs to another replay memory")
+        except Exception as error:  # an actor that fails to begin cannot say why: each call does
+            self._error = error
+
+    def _ready(self) -> ShardBuffer:
+        if self._error is not None:
+            raise self._error
+        return self._buffer
+
+    def receive(self, writer: str, number: int, oldest: int, samples: CompressedSamples) -> int:
+        """Takes a parcel, unless it came before, or one before it is missing.
+
+        Args:
+            writer: The identity of its writer.
+            number: Its number.
+            oldest: The number of the oldest parcel that the writer still has: those before were acknowledged,
+                though they may be lost here since.
+            samples: The transitions.
+
+        Returns:
+            The number of the last parcel that is here.
+        """
+        buffer = self._ready()
+        last = buffer.received.get(writer, 0)
+        if number <= last or number > max(last + 1, oldest):
+            return last
+        buffer.adopt(samples)
+        buffer.received.pop(writer, None)  # to the end, so that those come first who were silent longest
+        buffer.received[writer] = number
+        if len(buffer.received) > _MOST_WRITERS:
+            del buffer.received[next(iter(buffer.received))]
+        return number
+
+    def take(self, rows: NDArray[np.int32]) -> tuple[int, CompressedSamples | None]:
+        """How many transitions there are, and those in some rows; None if one of these is not filled."""
+        buffer = self._ready()
+        size = buffer.size()
+        return size, buffer.take(rows) if len(rows) and rows.max() < size else None
+
+    def size(self) -> int:
+        """How many transitions there are."""
+        return self._ready().size()
+
+    def cbytes(self) -> int:
+        """Bytes that they take."""
+        return self._ready().cbytes
+
+    def save(self) -> None:
+        """Makes the next checkpoint of the file."""
+        buffer = self._ready()
+        assert self._path is not None
+        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        buffer.save(self._path)
+
+
+def _has_checkpoint(path: str) -> bool:
+    """Whether there is a replay file whose first save was completed."""
+    try:
+        file = FileReader.open(path)
+    except FileNotFoundError:
+        return False
+    file.close()
+    return file.checkpoint.mark is not None
+
+
+def answer(reference: Any, timeout: float | None = None) -> Any:
+    """What an actor answered, or the error that its code raised.
+
+    Raises:
+        RayError: If there is no answer.
+    """
+    try:
+        return ray.get(reference, timeout=timeout)
+    except RayTaskError as error:
+        if isinstance(error.cause, Exception):
+            raise error.cause from error
+        raise

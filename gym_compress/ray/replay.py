@@ -1,0 +1,441 @@
+"""``ShardedReplay``: replay memory in several Ray actors."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+from ray.exceptions import RayError
+
+from gym_compress.codec import Codec
+from gym_compress.errors import CorruptDataError, GymCompressError
+from gym_compress.ray.actor import answer
+from gym_compress.ray.shards import ActorOptions, Shards
+from gym_compress.ray.writer import ReplayWriter
+from gym_compress.replay.buffer import CompressedReplayBuffer
+from gym_compress.replay.checkpoint import arguments_of
+from gym_compress.replay.format import refusing
+from gym_compress.replay.locks import fork_safe_lock
+from gym_compress.replay.prefetch import Prefetch
+from gym_compress.replay.samples import CompressedSamples, Outputs, ReplaySamples, torch_device
+from gym_compress.replay.settings import element_nbytes, generator_from_json, generator_to_json
+
+__all__ = ["ShardedReplay"]
+
+# Of a request that is for several batches: transitions, and their bytes when decoded.
+_MOST_ASKED, _MOST_ASKED_NBYTES = 2048, 2**27
+_REQUESTS = 2  # on their way at once
+
+_MANIFEST, _FORMAT, _VERSION = "replay.json", "gym_compress sharded replay", 1
+
+
+class _Request(NamedTuple):
+    """Transitions that shards were asked for.
+
+    Attributes:
+        references: To the shards' answers, by shard.
+        places: ``(n,)``, by shard: where in the batch its transitions go.
+    """
+
+    references: dict[int, Any]
+    places: dict[int, NDArray[np.int64]]
+
+
+class ShardedReplay:
+    """Replay memory in several Ray actors, for many collectors and one or more learners.
+
+    Frames cross the network compressed: writers encode them where the environments run, shards keep them as
+    they came, and samples are decoded here. Each writer adds to one shard, which evicts first in, first out.
+
+    A shard that dies is restarted by Ray with its last checkpoint in ``folder``, or empty without one.
+    Meanwhile sampling goes on from the others, after a second. What came since the checkpoint is lost, as far
+    as it was acknowledged; writers send the rest again, and nothing is stored twice.
+
+    ``folder`` must be there for each shard's node: on one machine a folder of its own disk; on several, each
+    shard's own disk if the shard stays on its node, since SQLite's log must not lie on a network file system.
+    To pin shards to nodes, give ``actor_options`` one dict for each shard:
+    ``[{"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}, ...]``, or, with nodes
+    started by ``ray start --resources='{"shard-0": 1}'``, ``[{"resources": {"shard-0": 1}}, ...]``. The
+    manifest, which makes the folder a checkpoint, is written here.
+
+    Ray is started by ``ray.init()`` if it does not run.
+
+    Args:
+        buffer_size: How many transitions all shards together hold at most.
+        observation_space: The space of one observation: Box, Discrete, MultiDiscrete, MultiBinary, Dict or
+            Tuple.
+        action_space: The space of one action.
+        num_shards: How many shards there are.
+        stack_size: As for :class:`gym_compress.CompressedReplayBuffer`.
+        stack_axis: As there.
+        codec: As there.
+        frames_per_chunk: As there.
+        seed: Seeds the generator that draws samples.
+        device: Where samples go: a torch device or its name, ``"auto"``, or ``None`` for NumPy arrays.
+        folder: Where :meth:`save` makes checkpoints; it is made if it is not there.
+        timeout: Seconds after which it is an error that no shard answers.
+        actor_options: Options of the actors, as for Ray's ``.options()``; a dict, or one for each shard.
+
+    Raises:
+        ValueError: If ``num_shards`` is below 1, ``buffer_size`` below ``num_shards``, ``timeout`` not above
+            0, or another argument does not suit the observation space.
+        TypeError: If a space is of another kind.
+        FileExistsError: If the folder holds a checkpoint already.
+        GymCompressError: If there is no Ray and none can be started, or the shards do not start.
+
+    Example:
+        In the learner's process; a collector is passed a writer of its own::
+
+            replay = ShardedReplay(1_000_000, observation_space, action_space, num_shards=2, device="cuda")
+            collectors = [Collector.remote(replay.writer(f"collector-{i}")) for i in range(8)]
+            with replay.batches(256) as batches:
+                for update in range(updates):
+                    learn(next(batches))
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        *,
+        num_shards: int,
+        stack_size: int | str = "auto",
+        stack_axis: int = 0,
+        codec: str | Codec = "auto",
+        frames_per_chunk: int | None = None,
+        seed: int | None = None,
+        device: Any = None,
+        folder: str | os.PathLike[str] | None = None,
+        timeout: float = 60.0,
+        actor_options: ActorOptions = None,
+    ) -> None:
+        _check_positive(num_shards, "num_shards")
+        _check_positive(buffer_size, "buffer_size")
+        if buffer_size < num_shards:
+            raise ValueError(f"{num_shards} shards cannot hold {buffer_size} transitions together")
+        if not timeout > 0:
+            raise ValueError(f"timeout is expected to be above 0, actual value: {timeout}")
+        if folder is not None and (Path(folder) / _MANIFEST).exists():
+            raise FileExistsError(
+                f"{folder} holds a checkpoint: go on with it by ShardedReplay.load(folder), or move it away"
+            )
+        buffer = CompressedReplayBuffer(
+            -(-buffer_size // num_shards),
+            observation_space,
+            action_space,
+            None,
+            stack_size=stack_size,
+            stack_axis=stack_axis,
+            codec=codec,
+            frames_per_chunk=frames_per_chunk,
+        )
+        manifest = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "replay": secrets.token_hex(8),
+            "num_shards": num_shards,
+            "buffer_size": buffer_size,
+            "timeout": float(timeout),
+            "settings": buffer._checked_settings(),
+        }
+        path = None if folder is None else Path(folder).absolute()
+        generator, target = np.random.default_rng(seed), torch_device(device)
+        shards = _started(manifest, path, actor_options, resumes=False)
+        self._set_up(manifest, shards, generator, target, path)
+
+    def _set_up(
+        self,
+        manifest: dict[str, Any],
+        shards: Shards,
+        generator: np.random.Generator,
+        device: Any,
+        folder: Path | None,
+    ) -> None:
+        self._manifest = manifest
+        self._shards = shards
+        self._rng = generator
+        self._folder = folder
+        self._lock = fork_safe_lock()
+        self._writers = 0
+        self._closed = False
+        self.device = device
+        self.buffer_size = manifest["buffer_size"]
+
+    @property
+    def shards(self) -> list[Any]:
+        """The handles of the actors."""
+        return self._shards.actors
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        num_shards: int | None = None,
+        device: Any = None,
+        actor_options: ActorOptions = None,
+    ) -> Self:
+        """Starts the shards with the checkpoint of a folder.
+
+        Args:
+            folder: The folder, where it was for :meth:`save`; see ``folder`` and ``actor_options`` above.
+            num_shards: How many shards are expected, or None for as many as were saved.
+            device: As at construction.
+            actor_options: As at construction.
+
+        Raises:
+            FileNotFoundError: If the folder holds no checkpoint, or a shard's file is not there.
+            ValueError: If there were another number of shards.
+            CorruptDataError: If the manifest or a file is damaged, or belongs to another replay memory.
+            GymCompressError: If there is no Ray and none can be started, or the shards do not start.
+        """
+        path = Path(folder).absolute()
+        manifest, generator = _read_manifest(path / _MANIFEST)
+        if num_shards not in (None, manifest["num_shards"]):
+            raise ValueError(f"{folder} holds {manifest['num_shards']} shards, expected {num_shards}")
+        replay = cls.__new__(cls)
+        target = torch_device(device)
+        shards = _started(manifest, path, actor_options, resumes=True)
+        replay._set_up(manifest, shards, generator, target, path)
+        return replay
+
+    def writer(self, name: str) -> ReplayWriter:
+        """A writer, to be passed to a collector. Writers are spread over the shards in turn.
+
+        Args:
+            name: What errors call it.
+        """
+        self._check_open()
+        with self._lock:
+            number, self._writers = self._writers % len(self.shards), self._writers + 1
+        settings = json.dumps(self._manifest["settings"])
+        return ReplayWriter(name, self.shards[number], number, settings, self._manifest["timeout"])
+
+    def size(self) -> int:
+        """The number of transitions in all shards that are there.
+
+        Raises:
+            GymCompressError: If no shard has answered for ``timeout`` seconds.
+        """
+        self._check_open()
+        self._shards.look()
+        return sum(size or 0 for size in self._shards.sizes)
+
+    @property
+    def cbytes(self) -> int:
+        """Bytes of chunks, references and arrays in the shards that are there."""
+        self._check_open()
+        asked = {i: shard.cbytes.remote() for i, shard in enumerate(self.shards)}
+        return sum(self._shards.answers(asked).values())
+
+    def sample(self, batch_size: int) -> ReplaySamples:
+        """Draws transitions uniformly from all shards, with replacement.
+
+        Args:
+            batch_size: How many.
+
+        Raises:
+            ValueError: If all shards are empty, or ``batch_size`` is below 1.
+            GymCompressError: If no shard has answered for ``timeout`` seconds.
+        """
+        return self.sample_compressed(batch_size).decompress(self.device)
+
+    def sample_compressed(self, batch_size: int) -> CompressedSamples:
+        """As :meth:`sample`, but what crosses the wire: ``.decompress(device)`` gives the samples.
+
+        It can be pickled, and passed on to another process that decodes it.
+        """
+        _check_positive(batch_size, "batch_size")
+        self._check_open()
+        self._shards.look()
+        return self._receive(self._ask(np.arange(batch_size)))
+
+    def batches(self, batch_size: int, depth: int = 2) -> Prefetch[ReplaySamples]:
+        """Draws batches ahead: while one is decoded, in a background thread, shards pick the next ones.
+
+        Each is drawn from what the shards held when they were asked. Where batches are small, a request is
+        for several of them, up to 2,048 transitions or 128 MiB of them decoded, and two requests are on their
+        way: so many transitions may be added before a batch is taken.
+
+        Args:
+            batch_size: How many transitions a batch has.
+            depth: How many batches are decoded ahead.
+
+        Returns:
+            A context manager that gives an endless iterator of :class:`ReplaySamples`. The first ``next``
+            begins; it raises what :meth:`sample` would. Leaving the block ends the thread.
+
+        Raises:
+            ValueError: If ``batch_size`` or ``depth`` is below 1.
+        """
+        _check_positive(batch_size, "batch_size")
+        _check_positive(depth, "depth")
+        self._check_open()
+        nbytes = 2 * element_nbytes(self._manifest["settings"]["observation_space"])
+        most = min(_MOST_ASKED, _MOST_ASKED_NBYTES // max(nbytes, 1))
+        places = np.arange(max(most // batch_size, 1) * batch_size)
+
+        outputs = Outputs()
+
+        def drawn() -> Iterator[ReplaySamples]:
+            self._shards.look()
+            asked = deque([self._ask(places) for _ in range(_REQUESTS)])
+            while True:
+                samples = self._receive(asked.popleft())
+                asked.append(self._ask(places))
+                yield from samples.decompress_parts(batch_size, self.device, outputs.empty)
+
+        batches = drawn()
+
+        def make() -> tuple[ReplaySamples, None]:
+            nonlocal batches
+            try:
+                return next(batches), None
+            except BaseException:
+                batches = drawn()
+                raise
+
+        return Prefetch(make, depth, taken=lambda _: None, left=lambda: None)
+
+    def _ask(self, places: NDArray[np.int64]) -> _Request:
+        """Draws transitions for some places of a batch, and asks the shards for them."""
+        self._check_open()
+        self._shards.wait_for_transitions()
+        known = list(self._shards.sizes)
+        sizes = np.array([size or 0 for size in known])
+        with self._lock:
+            drawn = self._rng.integers(sizes.sum(), size=len(places))
+        ends = sizes.cumsum()
+        shards = np.searchsorted(ends, drawn, "right")
+        rows = (drawn - (ends - sizes)[shards]).astype(np.int32)
+        # those too of which nothing is wanted, since an answer says how much the shard holds now
+        there = {i: shards == i for i, size in enumerate(known) if size is not None}
+        references = {i: self.shards[i].take.remote(rows[own]) for i, own in there.items()}
+        return _Request(references, {i: places[own] for i, own in there.items()})
+
+    def _receive(self, request: _Request) -> CompressedSamples:
+        """The transitions that were asked for; in place of those in shards that are away, others."""
+        parts, order = [], []
+        while True:
+            found = self._shards.answers(request.references)
+            missing = []
+            for i, places in request.places.items():
+                size, samples = found.get(i, (None, None))
+                if size is not None:
+                    self._shards.sizes[i] = size
+                if samples is not None:
+                    parts.append(samples)
+                    order.append(places)
+                elif len(places):
+                    missing.append(places)
+            if not missing:
+                return CompressedSamples.join(parts).select(np.argsort(np.concatenate(order)))
+            request = self._ask(np.concatenate(missing))
+
+    def save(self) -> None:
+        """Makes a checkpoint in ``folder``: each shard writes what changed since its last one, all at once.
+
+        Each file is whole by itself, whenever something is killed. What writers add meanwhile may be in one
+        file and not yet in another.
+
+        Raises:
+            ValueError: If there is no folder.
+            GymCompressError: If a shard is away. Those that are there have saved; save again.
+            OSError: If the system refuses.
+        """
+        self._check_open()
+        if self._folder is None:
+            raise ValueError("Expected a folder, since this replay memory was made without one")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        away = []
+        for i, reference in enumerate([shard.save.remote() for shard in self.shards]):
+            try:
+                answer(reference)
+            except RayError:
+                away.append(i)
+        if away:
+            raise GymCompressError(f"Shards {away} are away and were not saved, the others were: save again")
+        with self._lock:
+            generator = generator_to_json(self._rng)
+        _write_manifest(self._folder / _MANIFEST, {**self._manifest, "generator": generator})
+
+    def close(self) -> None:
+        """Ends the shards, for all copies of this object. What was not saved is lost."""
+        self._closed = True
+        self._shards.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("This replay memory is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With a generator of its own, so that several learners do not draw the same."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        with self._lock:
+            return {**state, "_rng": np.random.default_rng(self._rng.integers(2**63, size=2))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = fork_safe_lock()
+
+
+def _started(
+    manifest: dict[str, Any], folder: Path | None, actor_options: ActorOptions, *, resumes: bool
+) -> Shards:
+    """The shards that a manifest tells of."""
+    num_shards, buffer_size = manifest["num_shards"], manifest["buffer_size"]
+    sizes = [buffer_size // num_shards + (i < buffer_size % num_shards) for i in range(num_shards)]
+    settings = [{**manifest["settings"], "buffer_size": size} for size in sizes]
+    paths = [None if folder is None else str(folder / f"shard-{i}.replay") for i in range(num_shards)]
+    return Shards.start(settings, manifest["replay"], paths, resumes, manifest["timeout"], actor_options)
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, Any], np.random.Generator]:
+    """A manifest, checked, and the generator in it."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path.parent} holds no checkpoint: there is no {path.name}")
+    with refusing(f"{path} is not valid"):
+        manifest = json.loads(path.read_text())
+        if (manifest["format"], manifest["version"]) != (_FORMAT, _VERSION):
+            raise CorruptDataError("it is no manifest of this version of gym_compress")
+        arguments_of(manifest["settings"])
+        kinds = {"replay": str, "num_shards": int, "buffer_size": int, "timeout": float}
+        if any(type(manifest[name]) is not kind for name, kind in kinds.items()):
+            raise CorruptDataError(f"values are not of the kinds {kinds}")
+        if not 0 < manifest["num_shards"] <= manifest["buffer_size"]:
+            raise CorruptDataError(f"{manifest['num_shards']} is no number of shards")
+        return manifest, generator_from_json(manifest.pop("generator"))
+
+
+def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Replaces a manifest in one step."""
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("w") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _check_positive(value: int, name: str) -> None:
+    if operator.index(value) < 1:
+        raise ValueError(f"{name} is expected to be at least 1, actual value: {value}")

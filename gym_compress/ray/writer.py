@@ -1,0 +1,166 @@
+"""``ReplayWriter``: adds to a shard, compressed where the environment runs."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+from ray.exceptions import RayError
+
+from gym_compress.errors import GymCompressError
+from gym_compress.ray.actor import answer
+from gym_compress.replay.buffer import CompressedReplayBuffer
+from gym_compress.replay.checkpoint import arguments_of
+from gym_compress.replay.samples import CompressedSamples
+
+__all__ = ["ReplayWriter"]
+
+_ROWS = 192  # that a parcel has at least, but the last one: sixteen chunks of Atari frames
+_IN_FLIGHT = 4  # parcels that were sent and not acknowledged
+_PAUSES = 0.01, 1.0  # seconds before what was lost is sent again: at first, and at most
+
+
+class _Parcel:
+    """Transitions on their way to the shard.
+
+    Attributes:
+        number: A writer numbers its parcels from 1.
+        pos: The row of the writer's buffer behind the last of them.
+        samples: The transitions, until they are acknowledged.
+        reference: To the shard's answer, once they are sent.
+    """
+
+    __slots__ = ("number", "pos", "reference", "samples")
+
+    def __init__(self, number: int, pos: int, samples: CompressedSamples | None) -> None:
+        self.number = number
+        self.pos = pos
+        self.samples = samples
+        self.reference: Any = None
+
+
+class ReplayWriter:
+    """Adds transitions to a shard of a :class:`ShardedReplay`: compresses them here, and ships many at once.
+
+    :meth:`ShardedReplay.writer` makes them. A writer can be passed to Ray's tasks and actors; each copy is a
+    stream of its own, which begins empty. The shard gets the transitions of a stream in the order in which
+    they were added, and each once: what it does not acknowledge, since it was restarted or the network
+    failed, is sent again. What a writer has not shipped is lost with its process, so :meth:`flush` it in the
+    end.
+
+    Ray starts a task that failed again, up to three times: a task that adds needs ``max_retries=0``, or what
+    it added before it failed is there twice. Calls of actors are not repeated by default.
+    """
+
+    def __init__(self, name: str, shard: Any, number: int, settings: str, timeout: float) -> None:
+        """Made by :meth:`ShardedReplay.writer`; not meant to be called.
+
+        Args:
+            name: What errors call it.
+            shard: The actor handle of its shard.
+            number: Which of the shards that is.
+            settings: The settings of its buffer, as JSON.
+            timeout: Seconds to wait for the shard.
+        """
+        self.name = name
+        self._shard, self._number, self._settings, self._timeout = shard, number, settings, timeout
+        self._identity = f"{name}-{secrets.token_hex(8)}"
+        self._buffer: CompressedReplayBuffer | None = None  # made when the number of environments is known
+        # the last parcel that was acknowledged, and those that are not; whether rows are in a parcel is told
+        # by nothing else, so that an interrupt finds both in agreement
+        self._parcels = deque([_Parcel(0, 0, None)])
+
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
+        """Stores a transition of each environment; :meth:`gym_compress.CompressedReplayBuffer.add` says how.
+
+        Compressed observations are shipped as they are. If several parcels are on their way already, this
+        waits for the shard.
+
+        Args:
+            obs: ``(n_envs, *observation)``, a list of ``n_envs`` observations, or a dict or tuple of these.
+            next_obs: As ``obs``: what the step gave, before any reset.
+            action: ``(n_envs, *action)``.
+            reward: ``(n_envs,)``; that of the first call says how many environments there are.
+            done: ``(n_envs,)``.
+            infos: A list of ``n_envs`` dicts, or one dict of arrays as Gymnasium's vector environments give.
+
+        Raises:
+            ValueError: If something has another shape or number, or an observation does not fit the space.
+                Nothing is stored then.
+            GymCompressError: If the shard has not answered for ``timeout`` seconds. Nothing is stored then,
+                and what was added before is sent again with the next call.
+        """
+        buffer = self._buffer or self._new_buffer(max(np.size(reward), 1))
+        if self._waiting(buffer) == buffer.buffer_size - 1:
+            self._ship(buffer)
+        buffer.add(obs, next_obs, action, reward, done, infos)
+        self._buffer = buffer
+
+    def _new_buffer(self, n_envs: int) -> CompressedReplayBuffer:
+        settings = json.loads(self._settings)
+        per_chunk = settings["compression"]["frames_per_chunk"] or 1
+        # one row more than a parcel has, so that all rows differ from none
+        rows = -(-_ROWS // per_chunk) * per_chunk + 1
+        arguments = arguments_of({**settings, "buffer_size": rows, "n_envs": n_envs})
+        return CompressedReplayBuffer(**arguments, device=None)
+
+    def _waiting(self, buffer: CompressedReplayBuffer) -> int:
+        """How many rows are in no parcel yet."""
+        return (buffer.pos - self._parcels[-1].pos) % buffer.buffer_size
+
+    def flush(self) -> None:
+        """Ships all that was added, and returns when it is in the shard.
+
+        Raises:
+            GymCompressError: If the shard has not answered for ``timeout`` seconds. The next call tries
+                again.
+        """
+        if self._buffer is not None and self._waiting(self._buffer):
+            self._ship(self._buffer)
+        self._settle(0)
+
+    def _ship(self, buffer: CompressedReplayBuffer) -> None:
+        self._settle(_IN_FLIGHT - 1)
+        last = self._parcels[-1]
+        rows = (last.pos + np.arange(self._waiting(buffer))) % buffer.buffer_size
+        indices = rows[:, None] * buffer.n_envs + np.arange(buffer.n_envs)
+        self._parcels.append(_Parcel(last.number + 1, buffer.pos, buffer.take(indices.ravel())))
+        self._send(self._parcels[-1])
+
+    def _send(self, parcel: _Parcel) -> None:
+        oldest = self._parcels[1].number
+        parcel.reference = self._shard.receive.remote(self._identity, parcel.number, oldest, parcel.samples)
+
+    def _settle(self, most: int) -> None:
+        """Waits until at most so many parcels are not acknowledged; sends again what was lost."""
+        shortest, longest = _PAUSES
+        end, pause = time.monotonic() + self._timeout, shortest
+        while len(self._parcels) > most + 1:
+            oldest, problem, last = self._parcels[1], None, -1
+            try:
+                if oldest.reference is not None:  # an interrupt may have come before it was sent
+                    last = answer(oldest.reference, self._timeout)
+            except RayError as error:
+                problem = error
+            if last >= oldest.number:
+                while len(self._parcels) > 1 and self._parcels[1].number <= last:
+                    self._parcels[1].samples = self._parcels[1].reference = None
+                    self._parcels.popleft()
+                end, pause = time.monotonic() + self._timeout, shortest
+                continue
+            if time.monotonic() > end:
+                raise GymCompressError(
+                    f"For {self._timeout} s, shard {self._number} has not taken what writer {self.name!r} "
+                    "ships, and still has: it is gone, or the replay memory was closed"
+                ) from problem
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+            for parcel in list(self._parcels)[1:]:
+                self._send(parcel)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplayWriter, (self.name, self._shard, self._number, self._settings, self._timeout)
