@@ -1,0 +1,617 @@
+"""Replay memory in Ray actors. A reward is ``step + env / 4``, which tells what a transition has to hold."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from gymnasium import spaces
+from ray.exceptions import ActorUnavailableError
+
+import gym_compress.ray.shards
+import gym_compress.ray.writer
+from gym_compress import CompressedFrameStack, CompressedReplayBuffer, CorruptDataError, GymCompressError
+from gym_compress.ray import ReplayWriter, ShardedReplay
+from gym_compress.ray.actor import answer
+from gym_compress.ray.writer import _IN_FLIGHT, _ROWS
+from tests.envs import MovingSquare, assert_same
+from tests.replays import ACTIONS, MIXED, STACKS, everything, feed, made, transition
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def sharded():
+    """Makes replay memories, and closes them."""
+    open_ = []
+
+    def make(buffer_size=2000, space=STACKS, *, load=None, **kwargs):
+        if load is not None:
+            open_.append(ShardedReplay.load(load, **kwargs))
+        else:
+            kwargs = {"num_shards": 2, "seed": 0, "frames_per_chunk": 12, **kwargs}
+            open_.append(ShardedReplay(buffer_size, space, ACTIONS, **kwargs))
+        return open_[-1]
+
+    yield make
+    for replay in open_:
+        replay.close()
+
+
+def add(writer, steps, n_envs=1, space=STACKS):
+    """Adds steps through a writer."""
+    for step in steps:
+        obs, next_obs, *rest = transition(step, n_envs)
+        if not isinstance(space, spaces.Dict):
+            obs, next_obs = obs["image"], next_obs["image"]
+        writer.add(obs, next_obs, *rest)
+    return writer
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def collect(writer, steps, n_envs=1, space=STACKS):
+    add(writer, steps, n_envs, space).flush()
+
+
+def in_shard(replay, number):
+    """The rewards of a shard's transitions, oldest first."""
+
+    def look(self):
+        buffer = self._ready()
+        return np.roll(buffer.rewards, -buffer.pos if buffer.full else 0)[: buffer.size(), 0]
+
+    return ray.get(replay.shards[number].__ray_call__.remote(look)).tolist()
+
+
+def contents(replay):
+    """The rewards of all transitions, by shard."""
+    return [in_shard(replay, number) for number in range(len(replay.shards))]
+
+
+def assert_right(batch, space=STACKS):
+    """Each transition of a batch is what the environment did at the step that its reward tells."""
+    for i, reward in enumerate(batch.rewards[:, 0].tolist()):
+        step, env = int(reward), round(reward % 1 * 4)
+        obs, next_obs, action, _, done, infos = transition(step, env + 1)
+        for got, expected in ((batch.observations, obs), (batch.next_observations, next_obs)):
+            got = got if isinstance(space, spaces.Dict) else {"image": got}
+            for key, values in got.items():
+                assert_same(values[i], expected[key][env])
+        assert batch.actions[i] == action[env]
+        assert batch.dones[i] == (done[env] and not infos[env]["TimeLimit.truncated"])
+
+
+def kill(shard):
+    """Kills an actor's process, and returns when it is gone."""
+    pid = ray.get(shard.__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            pass
+
+
+@pytest.mark.parametrize("space", [STACKS, MIXED], ids=["box", "dict"])
+def test_what_collectors_add_is_drawn(sharded, space):
+    replay = sharded(space=space, num_shards=3)
+    writers = [replay.writer(f"w{i}") for i in range(3)]
+    ray.get(
+        [
+            collect.remote(writers[0], range(250), 1, space),
+            collect.remote(writers[1], range(1000, 1100), 3, space),
+            collect.remote(writers[2], range(2000, 2030), 2, space),
+        ]
+    )
+    assert replay.size() == 250 + 300 + 60
+    rows = [[step + env / 4 for env in range(3)] for step in range(1000, 1100)]
+    two = [[step + env / 4 for env in range(2)] for step in range(2000, 2030)]
+    assert contents(replay) == [list(range(250)), [*chain(*rows)], [*chain(*two)]]
+    seen = set()
+    with replay.batches(32) as batches:
+        for _ in range(250):
+            batch = next(batches)
+            seen |= set(batch.rewards[:, 0].tolist())
+    assert_right(batch, space)
+    assert seen == {*chain(*contents(replay))}
+    assert_right(replay.sample(64), space)
+
+
+def test_samples_are_drawn_position_by_position_from_the_replays_own_generator(sharded):
+    replay = sharded(seed=5)
+    for number, steps in enumerate((range(300), range(1000, 1100))):
+        add(replay.writer(f"w{number}"), steps).flush()
+    kept, generator = np.array([*chain(*contents(replay))]), np.random.default_rng(5)
+
+    def expected(count):
+        return kept[generator.integers(400, size=count)]
+
+    for size in (32, 1, 100):
+        assert replay.sample(size).rewards[:, 0].tolist() == expected(size).tolist()
+    assert replay.sample_compressed(9).decompress(None).rewards[:, 0].tolist() == expected(9).tolist()
+    with replay.batches(100, depth=3) as batches:
+        drawn = np.concatenate([next(batches).rewards[:, 0] for _ in range(25)])
+    assert drawn.tolist() == np.concatenate([expected(2000), expected(2000)])[:2500].tolist()
+
+
+def test_shards_evict_first_in_first_out_and_hold_buffer_size_together(sharded):
+    replay = sharded(500, num_shards=3)
+    for number in range(3):
+        add(replay.writer(f"w{number}"), range(1000 * number, 1000 * number + 300 + number)).flush()
+    assert replay.size() == 500
+    assert contents(replay) == [
+        list(range(300 - 167, 300)),
+        list(range(1301 - 167, 1301)),
+        list(range(2302 - 166, 2302)),
+    ]
+    assert_right(replay.sample(64))
+    ours = made(167, 167, 1, STACKS, frames_per_chunk=12)
+    assert replay.cbytes < 3.5 * ours.cbytes
+
+
+def test_writers_are_spread_and_copies_are_streams_of_their_own(sharded):
+    replay = sharded(num_shards=2)
+    writers = [replay.writer(str(i)) for i in range(4)]
+    for number, writer in enumerate(writers):
+        add(writer, range(1000 * number, 1000 * number + 5))
+    copies = [pickle.loads(pickle.dumps(writers[0])) for _ in range(2)]
+    for number, copy in enumerate(copies):
+        add(copy, range(5000 + 100 * number, 5003 + 100 * number)).flush()
+    for writer in writers:
+        writer.flush()
+    zero, one = contents(replay)
+    assert zero == [5000, 5001, 5002, 5100, 5101, 5102, 0, 1, 2, 3, 4, 2000, 2001, 2002, 2003, 2004]
+    assert one == [1000, 1001, 1002, 1003, 1004, 3000, 3001, 3002, 3003, 3004]
+
+
+def test_a_writer_waits_when_several_parcels_are_on_their_way(sharded, monkeypatch, tmp_path):
+    replay = sharded(20_000, num_shards=1)
+    writer, gate = replay.writer("w"), tmp_path / "gate"
+
+    def hold(self, gate=str(gate)):
+        while not os.path.exists(gate):
+            pass
+
+    class WaitsError(Exception):
+        pass
+
+    def answer_if_there(reference, timeout=None):
+        if not ray.wait([reference], timeout=0)[0]:
+            raise WaitsError
+        return answer(reference, timeout)
+
+    held = replay.shards[0].__ray_call__.remote(hold)
+    monkeypatch.setattr(gym_compress.ray.writer, "answer", answer_if_there)
+    step = (_IN_FLIGHT + 1) * _ROWS
+    add(writer, range(step))
+    for _ in range(2):  # the next one has no place to go
+        with pytest.raises(WaitsError):
+            add(writer, [step])
+    gate.touch()
+    ray.get(held)
+    monkeypatch.undo()
+    add(writer, range(step, step + 30)).flush()
+    assert contents(replay) == [list(range(step + 30))]
+
+
+def test_compressed_observations_are_shipped_as_they_are(sharded):
+    env = CompressedFrameStack(MovingSquare(), 4, frames_per_chunk=5)
+    replay = sharded(space=env.observation_space, num_shards=1)
+    writer, kept = replay.writer("w"), []
+    obs, _ = env.reset(seed=1)
+    for step in range(60):
+        next_obs, _, terminated, truncated, info = env.step(step % 2)
+        writer.add([obs], [next_obs], np.array([0]), np.array([step]), np.array([terminated]), [info])
+        kept.append((obs, next_obs))
+        obs = env.reset()[0] if terminated or truncated else next_obs
+    writer.flush()
+    batch = replay.sample(100)
+    for i, step in enumerate(batch.rewards[:, 0].astype(int).tolist()):
+        assert_same(batch.observations[i], np.asarray(kept[step][0]))
+        assert_same(batch.next_observations[i], np.asarray(kept[step][1]))
+    sealed = {c.content for pair in kept for obs in pair for c in obs._chunks() if c.sealed}
+    held = replay.shards[0].__ray_call__.remote(
+        lambda self: {chunk.content for chunk in self._ready()._streams()[0]._chunks if chunk}
+    )
+    assert len(sealed) > 5
+    assert sealed <= ray.get(held)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_what_is_acknowledged_in_vain_is_there_once(sharded, monkeypatch, every):
+    replay = sharded(4000, num_shards=1)
+    writer, calls = replay.writer("w"), iter(range(10**9))
+
+    def lossy(reference, timeout=None):
+        found = answer(reference, timeout)
+        if next(calls) % every == 0:
+            raise ActorUnavailableError("lost on the way", None)
+        return found
+
+    monkeypatch.setattr(gym_compress.ray.writer, "answer", lossy)
+    add(writer, range(7 * _ROWS + 20)).flush()
+    assert next(calls) > 3
+    assert contents(replay) == [list(range(7 * _ROWS + 20))]
+
+
+def test_a_shard_takes_each_parcel_once_and_none_after_a_gap(sharded):
+    replay = sharded(num_shards=1)
+    source = made(50, 100, 1, STACKS)
+    (shard,) = replay.shards
+
+    def send(number, oldest, writer="w"):
+        samples = source.take(np.arange(10 * number - 10, 10 * number))
+        return ray.get(shard.receive.remote(writer, number, oldest, samples)), replay.size()
+
+    assert send(2, 1) == (0, 0)
+    assert send(1, 1) == (1, 10)
+    assert send(1, 1) == (1, 10)
+    assert send(3, 2) == (1, 10)
+    assert send(2, 2) == (2, 20)
+    assert send(1, 1) == (2, 20)  # late
+    assert send(1, 1, "another") == (1, 30)
+    assert send(5, 5) == (5, 40)  # what came between was acknowledged by a shard that lost it
+    assert send(4, 4) == (5, 40)
+    assert contents(replay) == [[*range(20), *range(10), *range(40, 50)]]
+
+
+def test_an_interrupt_before_a_parcel_is_sent(sharded, monkeypatch):
+    replay = sharded(num_shards=1)
+    writer = replay.writer("w")
+    add(writer, range(_ROWS))
+
+    def interrupted(parcel):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        add(writer, [_ROWS])
+    monkeypatch.undo()
+    add(writer, range(_ROWS, _ROWS + 10)).flush()
+    writer.flush()
+    assert contents(replay) == [list(range(_ROWS + 10))]
+
+
+def test_a_shard_that_dies_comes_back_with_its_checkpoint(sharded, tmp_path):
+    replay = sharded(4000, folder=tmp_path / "memory")
+    writers = [replay.writer(f"w{i}") for i in range(2)]
+    add(writers[0], range(100)).flush()
+    add(writers[1], range(1000, 1100)).flush()
+    replay.save()
+    add(writers[0], range(100, 130)).flush()  # acknowledged, and lost below
+    add(writers[0], range(130, 140))
+    kill(replay.shards[0])
+    assert set(replay.sample(50).rewards[:, 0].tolist()) <= set(range(1000, 1100))
+    writers[0].flush()  # sends what the new process lacks and the writer has
+    while replay.size() < 210:
+        pass
+    assert contents(replay) == [[*range(100), *range(130, 140)], list(range(1000, 1100))]
+    add(writers[0], range(140, 200)).flush()
+    replay.save()
+    kill(replay.shards[0])
+    add(writers[0], range(200, 210)).flush()
+    assert in_shard(replay, 0) == [*range(100), *range(130, 210)]
+    while replay.size() < 280:
+        pass
+    assert_right(replay.sample(100))
+
+
+def test_a_shard_that_dies_without_a_folder_comes_back_empty(sharded):
+    replay = sharded()
+    writers = [replay.writer(f"w{i}") for i in range(2)]
+    for number, writer in enumerate(writers):
+        add(writer, range(1000 * number, 1000 * number + 50)).flush()
+    with replay.batches(16) as batches:
+        next(batches)
+        kill(replay.shards[1])
+        for update in range(450):  # those that were asked for before
+            batch = next(batches)
+            if update % 20 == 0:
+                assert_right(batch)
+        drawn = {int(r) for r in np.concatenate([next(batches).rewards for _ in range(20)]).ravel()}
+        assert drawn <= set(range(50))
+    add(writers[1], range(1050, 1060)).flush()
+    assert in_shard(replay, 1) == list(range(1050, 1060))
+    while replay.size() < 60:
+        pass
+    assert set(replay.sample(500).rewards[:, 0].tolist()) == {*range(50), *range(1050, 1060)}
+
+
+def test_what_was_saved_by_another_memory_is_not_loaded_by_a_restarted_shard(sharded, tmp_path):
+    old = sharded(folder=tmp_path)
+    for number in range(2):
+        add(old.writer(f"w{number}"), range(50)).flush()
+    old.save()
+    old.close()
+    (tmp_path / "replay.json").unlink()
+    replay = sharded(folder=tmp_path)
+    kill(replay.shards[0])
+    add(replay.writer("w"), range(7)).flush()
+    assert in_shard(replay, 0) == list(range(7))
+    replay.save()
+    assert sharded(load=tmp_path).size() == 7
+
+
+def test_all_shards_gone(sharded, tmp_path):
+    replay = sharded(folder=tmp_path)
+    replay._manifest["timeout"] = replay._shards._timeout = 0.5
+    writer = add(replay.writer("w"), range(20))
+    writer.flush()
+    for shard in replay.shards:
+        ray.kill(shard)
+    with pytest.raises(GymCompressError, match=r"No shard.* has answered for 0.5 s: 2 of 2 are away"):
+        replay.sample(4)
+    with pytest.raises(GymCompressError, match=r"No shard has answered"):
+        replay.size()
+    with replay.batches(4) as batches, pytest.raises(GymCompressError, match=r"No shard"):
+        next(batches)
+    add(writer, range(20, 30))
+    for _ in range(2):
+        with pytest.raises(GymCompressError, match=r"For 0.5 s, shard 0 has not taken what writer 'w'"):
+            writer.flush()
+    with pytest.raises(GymCompressError, match=r"Shards \[0, 1\] are away"):
+        replay.save()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_goes_on_as_without_an_interruption(sharded, tmp_path):
+    replay = sharded(300, MIXED, folder=tmp_path / "a", seed=7)
+    assert not (tmp_path / "a").exists()
+    writers = [replay.writer(f"w{i}") for i in range(2)]
+    for steps in (range(100), range(100, 180)):
+        for writer in writers:
+            add(writer, steps, 1, MIXED).flush()
+        replay.sample(10)
+        replay.save()
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {
+        "replay.json",
+        "shard-0.replay",
+        "shard-1.replay",
+    }
+    expected, kept, size = replay.sample(40), contents(replay), replay.size()
+    replay.close()
+    with pytest.raises(FileExistsError, match=r"holds a checkpoint.*ShardedReplay.load"):
+        sharded(300, MIXED, folder=tmp_path / "a")
+    with pytest.raises(ValueError, match=r"holds 2 shards, expected 3"):
+        sharded(load=tmp_path / "a", num_shards=3)
+    again = sharded(load=tmp_path / "a", num_shards=2)
+    assert (again.size(), contents(again), again.buffer_size) == (size, kept, 300)
+    assert_same(tuple(again.sample(40)), tuple(expected))
+    add(again.writer("w"), range(500, 510), 1, MIXED).flush()
+    assert in_shard(again, 0) == [*kept[0][10:], *range(500, 510)]
+    alone = CompressedReplayBuffer.load(tmp_path / "a" / "shard-1.replay", device=None)
+    assert_same(alone.rewards[:, 0], np.roll(np.array(kept[1], np.float32), alone.pos))
+
+
+def test_a_shard_in_a_file_goes_on_after_a_restart_of_a_loaded_memory(sharded, tmp_path):
+    replay = sharded(folder=tmp_path)
+    add(replay.writer("w"), range(30)).flush()
+    replay.save()
+    replay.close()
+    again = sharded(load=tmp_path)
+    kill(again.shards[0])
+    while again.size() < 30:
+        pass
+    assert in_shard(again, 0) == list(range(30))
+
+
+def _edit(change):
+    def damage(folder):
+        manifest = json.loads((folder / "replay.json").read_text())
+        change(manifest)
+        (folder / "replay.json").write_text(json.dumps(manifest))
+
+    return damage
+
+
+def _other(folder):
+    path = folder / "shard-0.replay"
+    path.unlink()
+    made(5, 100, 1, STACKS).save(path)
+
+
+DAMAGES = {
+    "no JSON": lambda folder: (folder / "replay.json").write_text("{"),
+    "another format": _edit(lambda m: m.update(format="zip")),
+    "a later version": _edit(lambda m: m.update(version=2)),
+    "no settings": _edit(lambda m: m.pop("settings")),
+    "a space that is none": _edit(lambda m: m["settings"].update(observation_space={"kind": "Ball"})),
+    "shards of another kind": _edit(lambda m: m.update(num_shards="2")),
+    "no shards": _edit(lambda m: m.update(num_shards=0)),
+    "another memory": _edit(lambda m: m.update(replay="x")),
+    "a file of another class": _other,
+    "a damaged file": lambda folder: (folder / "shard-1.replay").write_bytes(b"x" * 5000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoints_are_refused(sharded, tmp_path, damage):
+    replay = sharded(folder=tmp_path)
+    for number in range(2):
+        add(replay.writer(f"w{number}"), range(20)).flush()
+    replay.save()
+    replay.close()
+    DAMAGES[damage](tmp_path)
+    with pytest.raises(CorruptDataError):
+        sharded(load=tmp_path)
+
+
+def test_checkpoints_that_are_not_there(sharded, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"replay\.json"):
+        sharded(load=tmp_path)
+    replay = sharded(folder=tmp_path, num_shards=1)
+    replay.save()
+    replay.close()
+    (tmp_path / "shard-0.replay").unlink()
+    with pytest.raises(FileNotFoundError, match=r"shard-0\.replay"):
+        sharded(load=tmp_path)
+    with pytest.raises(ValueError, match="without one"):
+        sharded().save()
+
+
+def test_several_learners_draw_each_for_itself(sharded):
+    replay = sharded()
+    add(replay.writer("w"), range(300)).flush()
+
+    @ray.remote(num_cpus=0)
+    def learn(replay):
+        with replay.batches(50) as batches:
+            return [next(batches).rewards[:, 0].tolist() for _ in range(3)]
+
+    drawn = [
+        *ray.get([learn.remote(replay), learn.remote(replay)]),
+        [replay.sample(50).rewards[:, 0].tolist()],
+    ]
+    assert drawn[0] != drawn[1] != drawn[2][0]
+    assert {*chain(*chain(*drawn))} <= set(range(300))
+
+
+def test_torch_tensors(sharded):
+    torch = pytest.importorskip("torch")
+    replay = sharded(device="cpu")
+    add(replay.writer("w"), range(30)).flush()
+    with replay.batches(8) as batches:
+        for batch in (replay.sample(8), next(batches)):
+            assert batch.observations.dtype == torch.uint8
+            assert batch.observations.shape == (8, *STACKS.shape)
+
+
+def test_unfit_transitions_are_refused_where_they_are_added(sharded):
+    replay = sharded()
+    writer = replay.writer("w")
+    obs, next_obs, *rest = transition(0, 1)
+    fine = obs["image"], next_obs["image"], *rest
+    for wrong in (
+        (fine[0][:, :3], *fine[1:]),
+        (fine[0].astype(np.float32), *fine[1:]),
+        (fine[0], fine[1][0], *fine[2:]),
+        (*fine[:3], [1.0, 2.0], *fine[4:]),
+        (*fine[:2], [0.5], *fine[3:]),
+    ):
+        with pytest.raises(ValueError, match=r"xpected|does not"):
+            writer.add(*wrong)
+    add(writer, range(3))
+    obs, next_obs, *rest = transition(3, 2)
+    with pytest.raises(ValueError, match="shape"):
+        writer.add(obs["image"], next_obs["image"], *rest)
+    writer.flush()
+    assert contents(replay) == [[0, 1, 2], []]
+
+
+def test_nothing_to_sample(sharded):
+    replay = sharded()
+    replay.writer("w").flush()
+    assert replay.size() == 0
+    with pytest.raises(ValueError, match="nothing was added"):
+        replay.sample(4)
+    with replay.batches(4) as batches:
+        with pytest.raises(ValueError, match="nothing was added"):
+            next(batches)
+        add(replay.writer("w"), range(3)).flush()
+        assert len(next(batches).rewards) == 4
+    for wrong in (0, -1):
+        for call in (replay.sample, replay.sample_compressed, replay.batches, lambda n: replay.batches(4, n)):
+            with pytest.raises(ValueError, match="at least 1"):
+                call(wrong)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"num_shards": 0}, ValueError, "num_shards is expected to be at least 1, actual value: 0"),
+        ({"buffer_size": 0}, ValueError, "buffer_size is expected to be at least 1, actual value: 0"),
+        ({"buffer_size": 2, "num_shards": 3}, ValueError, "3 shards cannot hold 2"),
+        ({"timeout": 0}, ValueError, "timeout"),
+        ({"num_shards": 1.5}, TypeError, "integer"),
+        ({"space": spaces.Text(4)}, TypeError, "space"),
+        ({"stack_size": 3}, ValueError, "stack_size"),
+        ({"codec": "gzip"}, ValueError, "codec"),
+        ({"device": "nowhere"}, RuntimeError, "device"),
+        ({"actor_options": [{}]}, ValueError, "actor_options for 2 shards, got 1"),
+    ],
+)
+def test_arguments_that_do_not_fit(sharded, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        sharded(**kwargs)
+
+
+def test_actors_that_cannot_be_placed(sharded):
+    with pytest.raises(GymCompressError, match=r"1 of 2 shards did not start within 4\.0 s"):
+        sharded(timeout=4, actor_options=[{}, {"resources": {"nowhere": 1}}])
+
+
+def test_a_closed_memory(sharded):
+    replay = sharded()
+    with replay:
+        pass
+    for call in (replay.size, replay.save, lambda: replay.sample(3), lambda: replay.writer("w")):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    replay.close()
+
+
+def test_ray_that_cannot_be_started(monkeypatch):
+    def refuse():
+        raise ConnectionError("no cluster")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(GymCompressError, match=r"none could be started: no cluster"):
+        ShardedReplay(10, STACKS, ACTIONS, num_shards=1)
+
+
+def test_without_ray():
+    code = "import sys; sys.modules['ray'] = None; import gym_compress; import gym_compress.ray"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stderr.splitlines()[-1].startswith("gymnasium.error.DependencyNotInstalled:")
+    assert "gym-compress[ray]" in run.stderr
+
+
+def test_what_travels_is_small(sharded):
+    """A pickled Box of the shape of four Atari frames alone takes 113 KB."""
+    replay = sharded(space=spaces.Box(0, 255, (4, 84, 84), np.uint8))
+    assert len(ray.cloudpickle.dumps(replay.writer("w"))) < 4000
+    assert isinstance(pickle.loads(pickle.dumps(replay.writer("w"))), ReplayWriter)
+    assert len(ray.cloudpickle.dumps(replay)) < 8000
+
+
+def test_golden_file_of_version_2(tmp_path):
+    """Made when version 2 of the format was new: a shard's, as ``make_golden`` below makes it."""
+    path = tmp_path / "version-2.replay"
+    path.write_bytes((Path(__file__).parent / "data" / path.name).read_bytes())
+    expected = make_golden()
+    for lazy in (False, True):
+        with CompressedReplayBuffer.load(path, device=None, lazy=lazy) as buffer:
+            assert_same(everything(buffer), everything(expected))
+    shard = type(expected).load(path, device=None)
+    assert (shard.replay, shard.received) == ("a replay", {"w-1": 2, "w-2": 1})
+
+
+def make_golden():
+    """A shard's buffer that took parcels of two writers, the last one over its end."""
+    from gym_compress.ray.actor import ShardBuffer
+
+    buffer = ShardBuffer(60, MIXED, ACTIONS, None, frames_per_chunk=5)
+    one, two = made(0, 40, 1, frames_per_chunk=5), made(0, 40, 2, frames_per_chunk=5)
+    buffer.adopt(feed(one, range(20)).take(np.arange(20)))
+    buffer.adopt(feed(two, range(1000, 1012)).take(np.arange(24)))
+    buffer.adopt(feed(one, range(20, 40)).take(np.arange(20, 40)))
+    buffer.replay, buffer.received = "a replay", {"w-1": 2, "w-2": 1}
+    return buffer
