@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gym_compress import CompressedReplayBuffer
+from gym_compress.replay.samples import Outputs
 from tests.envs import assert_same
 from tests.test_buffer import ACTIONS, PIXELS, filled
 
@@ -86,11 +87,11 @@ def test_batches_before_an_error_come_first(monkeypatch):
     plain, _ = filled(60)
     draw, calls = CompressedReplayBuffer._draw, []
 
-    def failing(self, batch_size):
+    def failing(self, batch_size, **kwargs):
         calls.append(batch_size)
         if len(calls) == 3:
             raise MemoryError("no memory")
-        return draw(self, batch_size)
+        return draw(self, batch_size, **kwargs)
 
     monkeypatch.setattr(CompressedReplayBuffer, "_draw", failing)
     with buffer.prefetch(8, 5) as batches:
@@ -120,9 +121,9 @@ def test_each_thread_that_waits_is_told_of_an_error(monkeypatch):
     buffer = CompressedReplayBuffer(50, PIXELS, ACTIONS, None, seed=0)
     draw, go = CompressedReplayBuffer._draw, threading.Event()
 
-    def slow(self, batch_size):
+    def slow(self, batch_size, **kwargs):
         go.wait(30)
-        return draw(self, batch_size)
+        return draw(self, batch_size, **kwargs)
 
     monkeypatch.setattr(CompressedReplayBuffer, "_draw", slow)
     errors = []
@@ -371,3 +372,47 @@ def test_a_forked_process_is_told_and_has_the_buffer():
             assert ours.recv() == (4, *PIXELS.shape)
             child.join()
         next(batches)
+
+
+def test_memory_of_batches_that_are_gone_is_used_again_and_of_others_never():
+    buffer, source = filled(60)
+    with buffer.prefetch(16, depth=2) as batches:
+        kept = [next(batches) for _ in range(3)]
+        views = [batch.observations[2:5, 1] for batch in kept]  # which alone remain below
+        steps = [batch.rewards[2:5, 0].astype(int) for batch in kept]
+        addresses = {batch.observations.ctypes.data for batch in kept}
+        batch = kept = None
+        later = set()
+        for _ in range(30):
+            batch = next(batches)
+            later.add(batch.observations.ctypes.data)
+            assert_same(batch.observations, source[batch.rewards[:, 0].astype(int), 0])
+    assert len(later) <= 6  # depth, one that is made, and those that are looked at
+    assert not addresses & later
+    for view, step in zip(views, steps, strict=True):
+        assert_same(view, source[step, 0, 1])
+    buffers = [memoryview(view) for view in views]
+    del views
+    outputs = Outputs()
+    first = outputs.empty((3, 4), np.dtype(np.float32))
+    place, held = first.ctypes.data, memoryview(first)
+    del first
+    second = outputs.empty((3, 4), np.dtype(np.float32))
+    assert second.ctypes.data != place
+    del held, buffers
+    assert outputs.empty((3, 4), np.dtype(np.uint32)).ctypes.data == place
+
+
+@pytest.mark.parametrize("make", ["torch", "dlpack"])
+def test_memory_that_a_tensor_shares_is_not_used_again(make):
+    torch = pytest.importorskip("torch")
+    outputs = Outputs()
+    array = outputs.empty((3, 4), np.dtype(np.float32))
+    tensor = torch.from_numpy(array) if make == "torch" else torch.from_dlpack(array)
+    place = array.ctypes.data
+    part = tensor[1:]
+    del array, tensor
+    second = outputs.empty((3, 4), np.dtype(np.float32))
+    assert second.ctypes.data != place
+    del part
+    assert outputs.empty((3, 4), np.dtype(np.float32)).ctypes.data == place

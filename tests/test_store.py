@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import gym_compress.chunk
 from gym_compress import CompressedFrameStack, CompressedObservation, CompressObservation
-from gym_compress.replay.store import ObservationStore, make_store, read_pair, read_stores
+from gym_compress.replay.leaves import make_store
+from gym_compress.replay.store import ObservationStore, read_pair, read_stores
 from tests.envs import AnyEnv, MovingSquare, assert_same, play
 
 ROWS, ENVS = 11, 2

@@ -53,22 +53,24 @@ class Shard:
         settings: Those of its buffer, as JSON.
         replay: Which replay memory it is a part of.
         path: Its file, or None.
-        resumes: Whether the file is there from the start, and not only when the actor is restarted.
+        resumes: Whether the file must be there from the start. If this replay memory saved it, it is loaded
+            anyway: the actor was restarted then.
     """
 
     def __init__(self, settings: str, replay: str, path: str | None, resumes: bool) -> None:
         self._path = path
         self._error: Exception | None = None
-        restarted = ray.get_runtime_context().was_current_actor_reconstructed
         try:
-            self._buffer = ShardBuffer(**arguments_of(json.loads(settings)), device=None)
-            self._buffer.replay = replay
-            if path is not None and (resumes or (restarted and _has_checkpoint(path))):
-                saved = ShardBuffer.load(path, device=None)
-                if saved.replay == replay:
-                    self._buffer = saved
-                elif resumes:
-                    raise CorruptDataError(f"{path} belongs to another replay memory")
+            found = None if path is None else _found(path)
+            if path is not None and found == replay:
+                self._buffer = ShardBuffer.load(path, device=None)
+            elif not resumes:
+                self._buffer = ShardBuffer(**arguments_of(json.loads(settings)), device=None)
+                self._buffer.replay = replay
+            elif found is None:
+                raise FileNotFoundError(f"There is no checkpoint {path}")
+            else:
+                raise CorruptDataError(f"{path} is of another replay memory")
         except Exception as error:  # an actor that fails to begin cannot say why: each call does
             self._error = error
 
@@ -123,14 +125,18 @@ class Shard:
         buffer.save(self._path)
 
 
-def _has_checkpoint(path: str) -> bool:
-    """Whether there is a replay file whose first save was completed."""
+def _found(path: str) -> str | None:
+    """Which replay memory a file is of; None if there is none whose first save was completed."""
+    if not Path(path).exists():
+        return None
+    file = FileReader.open(path)
     try:
-        file = FileReader.open(path)
-    except FileNotFoundError:
-        return False
-    file.close()
-    return file.checkpoint.mark is not None
+        if file.checkpoint.mark is None:
+            return None
+        settings, _ = file.read_checkpoint()
+        return str(settings.get("replay", ""))
+    finally:
+        file.close()
 
 
 def answer(reference: Any, timeout: float | None = None) -> Any:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from gym_compress.codec import Codec
 from gym_compress.replay.checkpoint import SavedBuffer
 from gym_compress.replay.file import ReplayFile
+from gym_compress.replay.leaves import make_store, make_twin, write_row
 from gym_compress.replay.locks import fork_safe_lock, to_the_end
 from gym_compress.replay.prefetch import Prefetch
 from gym_compress.replay.samples import (
@@ -26,10 +27,10 @@ from gym_compress.replay.samples import (
     layout_of_samples,
     torch_device,
 )
-from gym_compress.replay.sequences import draw_starts
+from gym_compress.replay.sequences import draw_starts, find_ends, follow
 from gym_compress.replay.settings import generator_from_json, generator_to_json
-from gym_compress.replay.store import ObservationStore, fit_batch, make_store, make_twin, write_row
-from gym_compress.replay.transitions import action_dim, action_dtype, transition_arrays
+from gym_compress.replay.store import ObservationStore
+from gym_compress.replay.transitions import action_dim, action_dtype, fit_batch, transition_arrays
 from gym_compress.tree import map_leaves, map_space
 
 __all__ = ["CompressedReplayBuffer"]
@@ -164,7 +165,7 @@ class CompressedReplayBuffer(SavedBuffer):
         self._ends[row] = self.dones[row] != 0
         before = (row - 1) % self.buffer_size
         if self.size() and before != row and not self._ends[before].all():
-            self._ends[before] |= ~self._follows(before, row)
+            self._ends[before] |= ~follow(self, before, row)
         self.pos = (row + 1) % self.buffer_size
         self.full |= self.pos == 0
 
@@ -178,24 +179,6 @@ class CompressedReplayBuffer(SavedBuffer):
                 raise ValueError(f"Expected {self.n_envs} observations, one an environment, got {len(batch)}")
             return map_leaves(lambda *leaves: list(leaves), *batch)
         return batch
-
-    def _follows(self, before: int, row: int, at_a_glance: bool = False) -> NDArray[np.bool_]:
-        """Whether the observations of a row are the next observations of the row before.
-
-        At a glance, only those are that lie in the same chunks.
-        """
-        follow = np.ones(self.n_envs, np.bool_)
-
-        def leaf(store: Any, twin: Any) -> None:
-            if isinstance(store, ObservationStore):
-                follow[:] &= (store.shares if at_a_glance else store.follows)(twin, before, row)
-            else:
-                follow[:] &= [
-                    a.tobytes() == b.tobytes() for a, b in zip(store[row], twin[before], strict=True)
-                ]
-
-        map_leaves(leaf, self.observations, self.next_observations)
-        return follow
 
     def extend(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores several transitions of each environment: :meth:`add`'s arguments with an axis in front.
@@ -417,7 +400,7 @@ class CompressedReplayBuffer(SavedBuffer):
         self._ends[rows, envs] |= ~samples.followed(self.n_envs)
         before = (pos - 1) % self.buffer_size
         if self.size() and before not in rows:
-            self._ends[before] |= ~self._follows(before, pos, at_a_glance=True)
+            self._ends[before] |= ~follow(self, before, pos, at_a_glance=True)
         self.full |= pos + len(samples) // self.n_envs >= self.buffer_size
         self.pos = int(rows[-1] + 1) % self.buffer_size
 
@@ -467,28 +450,7 @@ class CompressedReplayBuffer(SavedBuffer):
         if settings.get("generator") is not None:  # SB3's buffers have none of their own
             self._rng = generator_from_json(settings["generator"])
         if "ends" not in settings["arrays"]:
-            self._find_ends()
-
-    def _find_ends(self) -> None:
-        """Finds out where sequences of observations end, from the transitions."""
-        self._ends = self.dones != 0
-        rows = np.arange(self.size()) + (self.pos if self.full else 0)
-        before, after = rows[:-1] % self.buffer_size, rows[1:] % self.buffer_size
-        unsure = ~self._ends[before]
-        broken = np.zeros_like(unsure)
-
-        def leaf(store: Any, twin: Any) -> None:
-            if isinstance(store, ObservationStore):
-                broken[...] |= store.may_break(twin, before, after)
-            elif store.size:
-                ours, theirs = (
-                    kept.reshape(*broken.shape, -1).view(np.uint8) for kept in (store[after], twin[before])
-                )
-                broken[...] |= (ours != theirs).any(axis=2)
-
-        map_leaves(leaf, self.observations, self.next_observations)
-        for i in np.flatnonzero((unsure & broken).any(axis=1)):
-            self._ends[before[i]] |= ~self._follows(before[i], after[i])
+            self._ends = find_ends(self)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_ahead")}

@@ -19,8 +19,9 @@ from gym_compress.codec import resolve_codec, resolve_frames_per_chunk
 from gym_compress.errors import CorruptDataError
 from gym_compress.replay.file import ReplayFile
 from gym_compress.replay.format import MOST_CHUNK, MOST_SETTINGS, Block, Checkpoint, ChunkTable, refusing
+from gym_compress.replay.leaves import is_image
 from gym_compress.replay.settings import element_nbytes, space_from_json, space_to_json
-from gym_compress.replay.store import ObservationStore, is_image
+from gym_compress.replay.store import ObservationStore
 from gym_compress.replay.stream import Stream
 from gym_compress.replay.transitions import action_dim
 from gym_compress.replay.writing import Writer, close_saved, open_to_save, writing

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from gym_compress.codec import Codec, check_encoded, decode
 from gym_compress.errors import CorruptDataError
+from gym_compress.replay.leaves import is_image
 from gym_compress.replay.parcel import ImageParcel
 from gym_compress.replay.settings import space_from_json, space_to_json
-from gym_compress.replay.store import ObservationStore, is_image, read_pair
+from gym_compress.replay.store import ObservationStore, read_pair
 from gym_compress.slicing import Slicing
 from gym_compress.tree import map_leaves, map_space, replace_leaves
 

@@ -1,11 +1,67 @@
-"""Where runs of transitions begin that follow each other."""
+"""Sequences of transitions that follow each other: where they end, and where runs of them begin."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["draw_starts"]
+from gym_compress.replay.store import ObservationStore
+from gym_compress.tree import map_leaves
+
+__all__ = ["draw_starts", "find_ends", "follow"]
+
+
+def follow(buffer: Any, before: int, row: int, *, at_a_glance: bool = False) -> NDArray[np.bool_]:
+    """Whether the observations of a row are the next observations of the row before.
+
+    Args:
+        buffer: The buffer.
+        before: The row before.
+        row: The row.
+        at_a_glance: Whether only those are taken for the same that lie in the same chunks.
+
+    Returns:
+        ``(n_envs,)`` bool.
+    """
+    same = np.ones(buffer.n_envs, np.bool_)
+
+    def leaf(store: Any, twin: Any) -> None:
+        if isinstance(store, ObservationStore):
+            same[:] &= (store.shares if at_a_glance else store.follows)(twin, before, row)
+        else:
+            same[:] &= [a.tobytes() == b.tobytes() for a, b in zip(store[row], twin[before], strict=True)]
+
+    map_leaves(leaf, buffer.observations, buffer.next_observations)
+    return same
+
+
+def find_ends(buffer: Any) -> NDArray[np.bool_]:
+    """Where sequences of observations end, found from the transitions of a buffer.
+
+    Returns:
+        ``(buffer_size, n_envs)`` bool.
+    """
+    ends: NDArray[np.bool_] = buffer.dones != 0
+    rows = np.arange(buffer.size()) + (buffer.pos if buffer.full else 0)
+    before, after = rows[:-1] % buffer.buffer_size, rows[1:] % buffer.buffer_size
+    unsure = ~ends[before]
+    broken = np.zeros_like(unsure)
+
+    def leaf(store: Any, twin: Any) -> None:
+        if isinstance(store, ObservationStore):
+            broken[...] |= store.may_break(twin, before, after)
+        elif store.size:
+            ours, theirs = (
+                kept.reshape(*broken.shape, -1).view(np.uint8) for kept in (store[after], twin[before])
+            )
+            broken[...] |= (ours != theirs).any(axis=2)
+
+    map_leaves(leaf, buffer.observations, buffer.next_observations)
+    for i in np.flatnonzero((unsure & broken).any(axis=1)):
+        ends[before[i]] |= ~follow(buffer, before[i], after[i])
+    return ends
 
 
 def draw_starts(

@@ -5,72 +5,30 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from gym_compress.batch import CompressedBatch
-from gym_compress.chunk import fit, read_pieces
+from gym_compress.chunk import read_pieces
 from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
 from gym_compress.errors import CorruptDataError
-from gym_compress.observation import CompressedObservation
 from gym_compress.replay.parcel import ImageParcel, NumberedChunks, Wanted
 from gym_compress.replay.stream import Stream
+from gym_compress.replay.transitions import fit_batch
 from gym_compress.slicing import Slicing
-from gym_compress.stream import worth_compressing
 
 __all__ = [
     "ObservationStore",
-    "fit_batch",
-    "is_image",
-    "make_store",
-    "make_twin",
     "read_pair",
     "read_stores",
-    "write_row",
 ]
 
 # In place of the number of a first slice: nothing is there; or, below zero, something that is no run of
 # slices.
 _EMPTY, _ODD = 0, -1
 _INT32 = 2**31 - 1
-
-
-def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """A batch of one observation an environment as it can be written; see :func:`gym_compress.chunk.fit`.
-
-    Returns:
-        An array ``(n_envs, *shape)`` of the dtype; or a list, if observations are compressed.
-
-    Raises:
-        ValueError: If there are more or fewer observations, or one does not fit.
-    """
-    if isinstance(batch, CompressedBatch):
-        batch = list(batch)
-    if not isinstance(batch, (list, tuple)) or not any(isinstance(o, CompressedObservation) for o in batch):
-        array, expected = np.asarray(batch), (n_envs, *shape)
-        if array.shape != expected:
-            raise ValueError(
-                f"Expected observations of shape {expected}, one an environment, got {array.shape}"
-            )
-        return fit(array, expected, dtype)
-    if len(batch) != n_envs:
-        raise ValueError(f"Expected {n_envs} observations, one an environment, got {len(batch)}")
-    return [_fit_one(part, env, shape, dtype) for env, part in enumerate(batch)]
-
-
-def _fit_one(observation: Any, env: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    if isinstance(observation, CompressedObservation) and (observation.shape, observation.dtype) == (
-        shape,
-        dtype,
-    ):
-        return observation
-    try:
-        return fit(observation, shape, dtype)
-    except ValueError as error:
-        raise ValueError(f"Observation of environment {env}: {error}") from None
 
 
 class ObservationStore:
@@ -490,37 +448,3 @@ def _without_unused(
     used, inverse = np.unique(-1 - references[irregular], return_inverse=True)
     references[irregular] = -1 - inverse
     return references, odd[used]
-
-
-def is_image(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
-    """Whether a leaf of observations is kept in a store."""
-    return isinstance(space, spaces.Box) and len(space.shape) >= 2 and worth_compressing(space)
-
-
-def make_store(
-    rows: int, n_envs: int, space: spaces.Space[Any], **kwargs: Any
-) -> ObservationStore | NDArray[Any]:
-    """What keeps a leaf of observations: a store if it is an image, else an array of zeros.
-
-    Raises:
-        TypeError: If observations of the space are no arrays of a fixed shape.
-    """
-    if is_image(space):
-        return ObservationStore(rows, n_envs, space, **kwargs)
-    if space.shape is None or space.dtype is None:
-        raise TypeError(f"Expected a space of arrays of a fixed shape, actual: {space}")
-    return np.zeros((rows, n_envs, *space.shape), space.dtype)
-
-
-def write_row(store: Any, row: int, batch: Any) -> None:
-    """Writes a batch that :func:`fit_batch` has checked to a row of a store or array."""
-    if isinstance(store, ObservationStore):
-        store.write(row, batch)
-    else:
-        store[row] = [np.asarray(each) for each in batch] if isinstance(batch, list) else batch
-
-
-def make_twin(store: Any) -> Any:
-    """What keeps the next observations of a leaf beside its observations."""
-    # np.zeros takes memory as it is written to, np.zeros_like at once
-    return store.twin() if isinstance(store, ObservationStore) else np.zeros(store.shape, store.dtype)

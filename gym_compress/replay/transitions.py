@@ -1,4 +1,4 @@
-"""What a buffer stores of a transition beside the observations, as arrays."""
+"""What is added to a buffer, as it can be stored: observations, and the arrays beside them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,46 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-__all__ = ["action_dim", "action_dtype", "transition_arrays"]
+from gym_compress.batch import CompressedBatch
+from gym_compress.chunk import fit
+from gym_compress.observation import CompressedObservation
+
+__all__ = ["action_dim", "action_dtype", "fit_batch", "transition_arrays"]
+
+
+def fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """A batch of one observation an environment as it can be written; see :func:`gym_compress.chunk.fit`.
+
+    Returns:
+        An array ``(n_envs, *shape)`` of the dtype; or a list, if observations are compressed.
+
+    Raises:
+        ValueError: If there are more or fewer observations, or one does not fit.
+    """
+    if isinstance(batch, CompressedBatch):
+        batch = list(batch)
+    if not isinstance(batch, (list, tuple)) or not any(isinstance(o, CompressedObservation) for o in batch):
+        array, expected = np.asarray(batch), (n_envs, *shape)
+        if array.shape != expected:
+            raise ValueError(
+                f"Expected observations of shape {expected}, one an environment, got {array.shape}"
+            )
+        return fit(array, expected, dtype)
+    if len(batch) != n_envs:
+        raise ValueError(f"Expected {n_envs} observations, one an environment, got {len(batch)}")
+    return [_fit_one(part, env, shape, dtype) for env, part in enumerate(batch)]
+
+
+def _fit_one(observation: Any, env: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    if isinstance(observation, CompressedObservation) and (observation.shape, observation.dtype) == (
+        shape,
+        dtype,
+    ):
+        return observation
+    try:
+        return fit(observation, shape, dtype)
+    except ValueError as error:
+        raise ValueError(f"Observation of environment {env}: {error}") from None
 
 
 def transition_arrays(

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from gym_compress.replay.store import ObservationStore, make_store, make_twin
+from gym_compress.replay.leaves import make_store, make_twin
+from gym_compress.replay.store import ObservationStore
 from gym_compress.tree import map_leaves
 
 __all__ = ["Sized", "with_stores"]

@@ -17,8 +17,9 @@ from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY
 from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError
 from gym_compress.replay.checkpoint import COMPRESSION, SavedBuffer
-from gym_compress.replay.store import ObservationStore, fit_batch, read_pair, read_stores, write_row
-from gym_compress.replay.transitions import transition_arrays
+from gym_compress.replay.leaves import write_row
+from gym_compress.replay.store import ObservationStore, read_pair, read_stores
+from gym_compress.replay.transitions import fit_batch, transition_arrays
 from gym_compress.sb3.common import Sized, with_stores
 from gym_compress.tree import map_leaves
 
