@@ -98,7 +98,7 @@ if __name__ == "__main__":
     parser.add_argument("--num-collectors", type=int, default=2, help="actors that play")
     parser.add_argument("--num-shards", type=int, default=2, help="actors that keep transitions")
     parser.add_argument("--steps", type=int, default=8000, help="steps of all collectors together")
-    parser.add_argument("--buffer-size", type=int, default=1_000_000, help="transitions in replay memory")
+    parser.add_argument("--buffer-size", type=int, default=100_000, help="transitions in replay memory")
     parser.add_argument("--learning-starts", type=int, default=1000, help="steps before the first update")
     parser.add_argument("--train-frequency", type=int, default=4, help="steps for each update")
     parser.add_argument("--batch-size", type=int, default=32, help="transitions in a batch")
@@ -167,8 +167,7 @@ if __name__ == "__main__":
     ray.get(list(rounds))
     kept = replay.size()
     dense = 2 * kept * int(np.prod(observation_space.shape))
-    print(
-        f"{kept} transitions in {args.num_shards} shards: {replay.cbytes / 1e6:.1f} MB, in arrays {dense / 1e6:.1f} MB"
-    )
+    memory = f"{replay.cbytes / 1e6:.1f} MB, in arrays {dense / 1e6:.1f} MB"
+    print(f"{updates} updates, {kept} transitions in {args.num_shards} shards: {memory}")
     replay.close()
     ray.shutdown()

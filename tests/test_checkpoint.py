@@ -5,6 +5,7 @@ import linecache
 import pickle
 import shutil
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -349,7 +350,7 @@ def test_targets_that_are_not_overwritten(tmp_path):
     newer = tmp_path / "newer"
     made(5).save(newer)
     with sqlite3.connect(newer) as connection:
-        connection.execute("PRAGMA user_version = 2")
+        connection.execute("PRAGMA user_version = 3")
     connection.close()
     for path, error in ((text, CorruptDataError), (database, FileExistsError), (newer, CorruptDataError)):
         before = path.read_bytes()
@@ -815,6 +816,15 @@ def test_golden_file_of_version_1(tmp_path):
             rows, envs = generator.integers(40, size=9), generator.integers(2, size=9)
             steps = np.where(rows < 15, rows + 80, rows + 40)
             assert_same(buffer.sample(9).rewards[:, 0], (steps + envs / 4).astype(np.float32))
+
+
+def test_a_file_of_version_1_is_gone_on_with_and_becomes_one_of_the_newest(tmp_path):
+    path = tmp_path / "version-1.replay"
+    shutil.copy(Path(__file__).parent / "data" / path.name, path)
+    buffer = load(path, device=None)
+    feed(buffer, range(95, 100)).save(path)
+    assert struct.unpack(">I", path.read_bytes()[60:64]) == (2,)
+    assert_equal(load(path, device=None), buffer)
 
 
 def test_chunks_of_a_file_that_nobody_knows_any_more_are_deleted(tmp_path):

@@ -38,7 +38,7 @@ def test_the_rules_of_the_format_alone_give_the_transitions(tmp_path, codec):
     header = path.read_bytes()[:100]
     assert header[:16] == b"SQLite format 3\0"
     assert struct.unpack(">I", header[68:72]) == (0x47794D43,)
-    assert struct.unpack(">I", header[60:64]) == (1,)
+    assert struct.unpack(">I", header[60:64]) == (2,)
     told = settings(path)
     database = sqlite3.connect(path)
     total = 0

@@ -18,7 +18,7 @@ def test_all_is_sorted_and_there():
 
 
 def test_heavy_packages_are_not_imported():
-    heavy = {"torch", "cv2", "ale_py", "matplotlib", "jax", "stable_baselines3"}
+    heavy = {"torch", "cv2", "ale_py", "matplotlib", "jax", "ray", "stable_baselines3"}
     code = f"import gym_compress, sys; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
@@ -64,6 +64,8 @@ EXAMPLES = {  # what is run, and what it prints
     " --no-compressed": r"replay memory 5\.6 MB, in arrays 5\.6 MB",
     "cleanrl_dqn_atari.py --total-timesteps 150 --learning-starts 100 --buffer-size 100"
     " --prefetch": r"replay memory 0\.\d MB, in arrays 5\.6 MB",
+    "ray_dqn_atari.py --num-collectors 2 --num-shards 2 --steps 1500 --learning-starts 500"
+    " --buffer-size 5000": r"2\d\d updates, 2000 transitions in 2 shards: 0\.\d MB, in arrays 112\.9 MB",
     "planet_pixels.py --episodes 2 --max-steps 60 --updates 2 --length 10 --buffer-size 1000": r"120 .* 0\.\d+ MB .* 1\.5 MB",
 }
 
