@@ -131,23 +131,23 @@ if __name__ == "__main__":
         for i in range(args.num_collectors)
     ]
 
-    def start(collector) -> None:
-        """Lets a collector play a round with the network of now."""
-        weights = {name: values.cpu() for name, values in network.state_dict().items()}
-        epsilon = max(0.01, 1 - steps / (0.1 * args.steps))
-        rounds[collector.play.remote(weights, epsilon)] = collector
-
-    steps = updates = 0
-    scores, rounds = deque(maxlen=20), {}
-    for collector in collectors:
-        start(collector)
+    scores, rounds, idle = deque(maxlen=20), {}, collectors
+    begun = steps = updates = 0
     with replay.batches(args.batch_size) as batches:
-        while steps < args.steps:
+        while True:
             due = (steps - args.learning_starts) // args.train_frequency - updates
-            for ended in ray.wait(list(rounds), timeout=0 if due > 0 else None)[0]:
+            while idle and due <= 0 and begun < args.steps:  # collectors wait for a learner that is behind
+                weights = {name: values.cpu() for name, values in network.state_dict().items()}
+                epsilon = max(0.01, 1 - begun / (0.1 * args.steps))
+                collector = idle.pop()
+                rounds[collector.play.remote(weights, epsilon)] = collector
+                begun += ROUND
+            if due <= 0 and not rounds:
+                break
+            for ended in ray.wait(list(rounds), timeout=0 if due > 0 else None)[0] if rounds else []:
                 scores.extend(ray.get(ended))
                 steps += ROUND
-                start(rounds.pop(ended))
+                idle.append(rounds.pop(ended))
             if due > 0:
                 batch = next(batches)
                 with torch.no_grad():
@@ -164,7 +164,6 @@ if __name__ == "__main__":
                     mean = f"{np.mean(scores):.1f}" if scores else "none yet"
                     print(f"{steps} steps, {updates} updates, loss {float(loss):.4f}, scores {mean}")
 
-    ray.get(list(rounds))
     kept = replay.size()
     dense = 2 * kept * int(np.prod(observation_space.shape))
     memory = f"{replay.cbytes / 1e6:.1f} MB, in arrays {dense / 1e6:.1f} MB"

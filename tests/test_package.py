@@ -65,7 +65,7 @@ EXAMPLES = {  # what is run, and what it prints
     "cleanrl_dqn_atari.py --total-timesteps 150 --learning-starts 100 --buffer-size 100"
     " --prefetch": r"replay memory 0\.\d MB, in arrays 5\.6 MB",
     "ray_dqn_atari.py --num-collectors 2 --num-shards 2 --steps 1500 --learning-starts 500"
-    " --buffer-size 5000": r"2\d\d updates, 2000 transitions in 2 shards: 0\.\d MB, in arrays 112\.9 MB",
+    " --buffer-size 5000": r"250 updates, 1500 transitions in 2 shards: 0\.\d MB, in arrays 84\.7 MB",
     "planet_pixels.py --episodes 2 --max-steps 60 --updates 2 --length 10 --buffer-size 1000": r"120 .* 0\.\d+ MB .* 1\.5 MB",
 }
 
