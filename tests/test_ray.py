@@ -372,7 +372,7 @@ def test_all_shards_gone(sharded, tmp_path):
 
 
 def test_a_checkpoint_goes_on_as_without_an_interruption(sharded, tmp_path):
-    replay = sharded(300, MIXED, folder=tmp_path / "a", seed=7)
+    replay = sharded(np.int64(300), MIXED, num_shards=np.int64(2), folder=tmp_path / "a", seed=7)
     assert not (tmp_path / "a").exists()
     writers = [replay.writer(f"w{i}") for i in range(2)]
     for steps in (range(100), range(100, 180)):
@@ -539,6 +539,7 @@ def test_nothing_to_sample(sharded):
         ({"buffer_size": 0}, ValueError, "buffer_size is expected to be at least 1, actual value: 0"),
         ({"buffer_size": 2, "num_shards": 3}, ValueError, "3 shards cannot hold 2"),
         ({"timeout": 0}, ValueError, "timeout"),
+        ({"timeout": float("inf")}, ValueError, "timeout"),
         ({"num_shards": 1.5}, TypeError, "integer"),
         ({"space": spaces.Text(4)}, TypeError, "space"),
         ({"stack_size": 3}, ValueError, "stack_size"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 import os
 import secrets
@@ -119,12 +120,14 @@ class ShardedReplay:
         timeout: float = 60.0,
         actor_options: ActorOptions = None,
     ) -> None:
-        _check_positive(num_shards, "num_shards")
-        _check_positive(buffer_size, "buffer_size")
+        num_shards = _positive(num_shards, "num_shards")
+        buffer_size = _positive(buffer_size, "buffer_size")
         if buffer_size < num_shards:
             raise ValueError(f"{num_shards} shards cannot hold {buffer_size} transitions together")
-        if not timeout > 0:
-            raise ValueError(f"timeout is expected to be above 0, actual value: {timeout}")
+        if not 0 < timeout < math.inf:
+            raise ValueError(
+                f"timeout is expected to be a number of seconds above 0, actual value: {timeout}"
+            )
         if folder is not None and (Path(folder) / _MANIFEST).exists():
             raise FileExistsError(
                 f"{folder} holds a checkpoint: go on with it by ShardedReplay.load(folder), or move it away"
@@ -255,7 +258,7 @@ class ShardedReplay:
 
         It can be pickled, and passed on to another process that decodes it.
         """
-        _check_positive(batch_size, "batch_size")
+        batch_size = _positive(batch_size, "batch_size")
         self._check_open()
         self._shards.look()
         return self._receive(self._ask(np.arange(batch_size)))
@@ -278,8 +281,7 @@ class ShardedReplay:
         Raises:
             ValueError: If ``batch_size`` or ``depth`` is below 1.
         """
-        _check_positive(batch_size, "batch_size")
-        _check_positive(depth, "depth")
+        batch_size, depth = _positive(batch_size, "batch_size"), _positive(depth, "depth")
         self._check_open()
         nbytes = 2 * element_nbytes(self._manifest["settings"]["observation_space"])
         most = min(_MOST_ASKED, _MOST_ASKED_NBYTES // max(nbytes, 1))
@@ -345,8 +347,9 @@ class ShardedReplay:
     def save(self) -> None:
         """Makes a checkpoint in ``folder``: each shard writes what changed since its last one, all at once.
 
-        Each file is whole by itself, whenever something is killed. What writers add meanwhile may be in one
-        file and not yet in another.
+        Each file is whole by itself, whenever something is killed; but they need not be of the same moment.
+        What writers add meanwhile may be in one file and not yet in another, and if some shards had saved and
+        others had not when they were killed, these have the checkpoint before.
 
         Raises:
             ValueError: If there is no folder.
@@ -436,6 +439,8 @@ def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
         part.unlink(missing_ok=True)
 
 
-def _check_positive(value: int, name: str) -> None:
-    if operator.index(value) < 1:
+def _positive(value: int, name: str) -> int:
+    number = operator.index(value)
+    if number < 1:
         raise ValueError(f"{name} is expected to be at least 1, actual value: {value}")
+    return number

@@ -242,8 +242,7 @@ class Stream(NumberedChunks):
         if self._users[index] or chunk is None or chunk is self._own:
             return
         self._adopted.pop(chunk, None)
-        if isinstance(chunk, Chunk) and self._latest:
-            self._latest.pop(_bytes_of(chunk), None)
+        self._forget_latest(chunk)
         id_, self.ids[index] = self.ids[index], 0
         if id_:
             self.evicted.append(id_)
@@ -252,6 +251,10 @@ class Stream(NumberedChunks):
         self._chunks[index] = None
         while self._gone < len(self._chunks) and self._chunks[self._gone] is None:
             self._gone += 1
+
+    def _forget_latest(self, chunk: Chunk | StoredChunk) -> None:
+        if isinstance(chunk, Chunk) and self._latest:
+            self._latest.pop(_bytes_of(chunk), None)
 
     def seal(self) -> None:
         """Compresses the slices that are raw so far."""
@@ -288,6 +291,7 @@ class Stream(NumberedChunks):
                     self.evicted.append(self.ids[index])
                 self._chunks[index], self.ids[index] = stored, stored.id
                 self._adopted.pop(chunk, None)
+                self._forget_latest(chunk)
                 self._waiting.remove(first)
 
     def settle(self) -> None:
