@@ -100,10 +100,13 @@ def assert_right(batch, space=STACKS):
         assert batch.dones[i] == (done[env] and not infos[env]["TimeLimit.truncated"])
 
 
-def kill(shard):
+def kill(shard, *, for_good=False):
     """Kills an actor's process, and returns when it is gone."""
     pid = ray.get(shard.__ray_call__.remote(lambda self: os.getpid()))
-    os.kill(pid, signal.SIGKILL)
+    if for_good:
+        ray.kill(shard)
+    else:
+        os.kill(pid, signal.SIGKILL)
     with suppress(FileNotFoundError, ProcessLookupError):
         while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
             pass
@@ -355,7 +358,7 @@ def test_all_shards_gone(sharded, tmp_path):
     writer = add(replay.writer("w"), range(20))
     writer.flush()
     for shard in replay.shards:
-        ray.kill(shard)
+        kill(shard, for_good=True)
     with pytest.raises(GymCompressError, match=r"No shard.* has answered for 0.5 s: 2 of 2 are away"):
         replay.sample(4)
     with pytest.raises(GymCompressError, match=r"No shard has answered"):
