@@ -162,7 +162,7 @@ if __name__ == "__main__":
                 if updates % 250 == 0:
                     target.load_state_dict(network.state_dict())
                     mean = f"{np.mean(scores):.1f}" if scores else "none yet"
-                    print(f"{steps} steps, {updates} updates, loss {float(loss):.4f}, scores {mean}")
+                    print(f"{steps} steps, {updates} updates, loss {loss.item():.4f}, scores {mean}")
 
     kept = replay.size()
     dense = 2 * kept * int(np.prod(observation_space.shape))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gym_compress import CompressedReplayBuffer
-from gym_compress.replay.samples import Outputs
+from gym_compress.replay.prefetch import Outputs
 from tests.envs import assert_same
 from tests.test_buffer import ACTIONS, PIXELS, filled
 
@@ -367,7 +367,7 @@ def test_a_forked_process_is_told_and_has_the_buffer():
             child = context.Process(target=_in_child, args=(batches, buffer, theirs))
             child.start()
             assert ours.poll(30)
-            assert "in this process" in ours.recv()
+            assert "in the process that entered it" in ours.recv()
             assert ours.poll(30)
             assert ours.recv() == (4, *PIXELS.shape)
             child.join()

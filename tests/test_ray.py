@@ -4,9 +4,13 @@ import json
 import os
 import pickle
 import signal
+import sqlite3
 import subprocess
 import sys
-from contextlib import suppress
+import threading
+import time
+from collections import deque
+from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -22,6 +26,7 @@ from gym_compress import CompressedFrameStack, CompressedReplayBuffer, CorruptDa
 from gym_compress.ray import ReplayWriter, ShardedReplay
 from gym_compress.ray.actor import answer
 from gym_compress.ray.writer import _IN_FLIGHT, _ROWS
+from gym_compress.replay.writing import open_to_save
 from tests.envs import MovingSquare, assert_same
 from tests.replays import ACTIONS, MIXED, STACKS, everything, feed, made, transition
 
@@ -110,6 +115,24 @@ def kill(shard, *, for_good=False):
     with suppress(FileNotFoundError, ProcessLookupError):
         while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
             pass
+
+
+@contextmanager
+def stopped(shard):
+    """An actor that is not dead and does nothing, as on a machine that swaps."""
+    pid = ray.get(shard.__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def until(true, what="what is waited for"):
+    """Returns when something is true, at the latest in a minute."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, f"{what} did not come"
 
 
 @pytest.mark.parametrize("space", [STACKS, MIXED], ids=["box", "dict"])
@@ -303,16 +326,14 @@ def test_a_shard_that_dies_comes_back_with_its_checkpoint(sharded, tmp_path):
     kill(replay.shards[0])
     assert set(replay.sample(50).rewards[:, 0].tolist()) <= set(range(1000, 1100))
     writers[0].flush()  # sends what the new process lacks and the writer has
-    while replay.size() < 210:
-        pass
+    until(lambda: replay.size() == 210)
     assert contents(replay) == [[*range(100), *range(130, 140)], list(range(1000, 1100))]
     add(writers[0], range(140, 200)).flush()
     replay.save()
     kill(replay.shards[0])
     add(writers[0], range(200, 210)).flush()
     assert in_shard(replay, 0) == [*range(100), *range(130, 210)]
-    while replay.size() < 280:
-        pass
+    until(lambda: replay.size() == 280)
     assert_right(replay.sample(100))
 
 
@@ -332,24 +353,218 @@ def test_a_shard_that_dies_without_a_folder_comes_back_empty(sharded):
         assert drawn <= set(range(50))
     add(writers[1], range(1050, 1060)).flush()
     assert in_shard(replay, 1) == list(range(1050, 1060))
-    while replay.size() < 60:
-        pass
+    until(lambda: replay.size() == 60)
     assert set(replay.sample(500).rewards[:, 0].tolist()) == {*range(50), *range(1050, 1060)}
 
 
-def test_what_was_saved_by_another_memory_is_not_loaded_by_a_restarted_shard(sharded, tmp_path):
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_batches_go_on_within_two_seconds_and_draw_from_a_shard_that_is_back(sharded, tmp_path, how):
+    """From the same iterator, without anything else being called."""
+    replay = sharded(folder=tmp_path)
+    for number in range(2):
+        add(replay.writer(f"w{number}"), range(1000 * number, 1000 * number + 50)).flush()
+    replay.save()
+
+    def takes():
+        begin = time.monotonic()
+        drawn = next(batches).rewards[:, 0].tolist()
+        return time.monotonic() - begin, set(drawn)
+
+    with replay.batches(200, depth=1) as batches:
+        takes()
+        with stopped(replay.shards[1]) if how == "stopped" else nullcontext():
+            if how == "killed":
+                kill(replay.shards[1])
+            turns = [takes() for _ in range(60)]
+            assert max(spent for spent, _ in turns) < 2
+            if how == "stopped":
+                assert turns[-1][1] <= set(range(50))
+        until(lambda: takes()[1] & set(range(1000, 1050)), "transitions of the shard that was away")
+
+
+def test_a_sample_goes_on_within_two_seconds_and_a_hung_shard_is_told_by_save(sharded, tmp_path):
+    replay = sharded(folder=tmp_path)
+    for number in range(2):
+        add(replay.writer(f"w{number}"), range(1000 * number, 1000 * number + 50)).flush()
+    with stopped(replay.shards[0]):
+        for limit in (2, 0.5, 0.5):
+            begin = time.monotonic()
+            assert set(replay.sample(50).rewards[:, 0].tolist()) <= set(range(1000, 1050))
+            assert time.monotonic() - begin < limit
+        replay._manifest["timeout"] = 0.5
+        with pytest.raises(GymCompressError, match=r"Shards \[0\] are away"):
+            replay.save()
+    until(lambda: replay.size() == 100)
+
+
+def test_an_answer_that_takes_longer_than_patience_is_waited_for(sharded, monkeypatch):
+    monkeypatch.setattr(gym_compress.ray.shards, "_PATIENCE", 1e-6)
+    replay = sharded(num_shards=1)
+    add(replay.writer("w"), range(300)).flush()
+    for size in (10, 2000):
+        assert len(replay.sample(size).rewards) == size
+
+
+def test_leaving_the_block_does_not_wait_for_shards_that_are_gone(sharded):
+    replay = sharded(timeout=300.0)
+    add(replay.writer("w"), range(50)).flush()
+    with replay.batches(8, depth=1) as batches:
+        next(batches)
+        for shard in replay.shards:
+            kill(shard, for_good=True)
+        for _ in range(40):  # those that were asked for before
+            next(batches)
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 10
+
+
+def test_what_another_memory_saved_is_not_overwritten(sharded, tmp_path):
     old = sharded(folder=tmp_path)
     for number in range(2):
         add(old.writer(f"w{number}"), range(50)).flush()
     old.save()
-    old.close()
-    (tmp_path / "replay.json").unlink()
+    with pytest.raises(FileExistsError, match="holds a checkpoint"):
+        sharded(folder=tmp_path)
+    manifest = (tmp_path / "replay.json").read_text()
+    (tmp_path / "replay.json").unlink()  # as where it is on another machine
+    with pytest.raises(FileExistsError, match=r"shard-\d\.replay holds a checkpoint of another"):
+        sharded(folder=tmp_path)
+    (tmp_path / "replay.json").write_text(manifest)
+    new = sharded(load=tmp_path)
+    add(new.writer("w"), range(50, 60)).flush()
+    new.save()
+    add(old.writer("w"), range(70, 80)).flush()
+    with pytest.raises(GymCompressError, match="was saved by another process"):
+        old.save()
+    new.save()
+    assert sharded(load=tmp_path).size() == 110
+
+
+@pytest.mark.parametrize("left", [b"", b"tables"])
+def test_a_shard_that_dies_in_its_first_save_comes_back_empty(sharded, tmp_path, left):
     replay = sharded(folder=tmp_path)
-    kill(replay.shards[0])
-    add(replay.writer("w"), range(7)).flush()
-    assert in_shard(replay, 0) == list(range(7))
+    add(replay.writer("w0"), range(20)).flush()
+    writer = add(replay.writer("w1"), range(20))
+    writer.flush()
+    path = tmp_path / "shard-1.replay"
+    if left:
+        open_to_save(path).close()  # what there is before the first save is committed
+    else:
+        path.touch()
+    kill(replay.shards[1])
+    add(writer, range(20, 25)).flush()
+    until(lambda: replay.size() == 25)
     replay.save()
-    assert sharded(load=tmp_path).size() == 7
+    assert sharded(load=tmp_path).size() == 25
+
+
+def test_a_restarted_shard_whose_checkpoint_is_damaged_tells(sharded, tmp_path):
+    replay = sharded(folder=tmp_path)
+    writer = add(replay.writer("w"), range(20))
+    writer.flush()
+    replay.save()
+    data = bytearray((tmp_path / "shard-0.replay").read_bytes())
+    data[16_384:] = bytes(len(data) - 16_384)
+    (tmp_path / "shard-0.replay").write_bytes(data)
+    kill(replay.shards[0])
+    add(writer, range(20, 25))
+    for _ in range(2):
+        with pytest.raises(CorruptDataError):
+            writer.flush()
+    for call in (replay.size, lambda: replay.sample(3)):
+        with pytest.raises(CorruptDataError):
+            call()
+
+
+def test_a_writer_sends_again_what_the_shards_code_refused(sharded):
+    replay = sharded(num_shards=1)
+    writer = add(replay.writer("w"), range(20))
+
+    def fail(self):
+        self._buffer.adopt = lambda samples: (delattr(self._buffer, "adopt"), 1 / 0)
+
+    ray.get(replay.shards[0].__ray_call__.remote(fail))
+    with pytest.raises(ZeroDivisionError):
+        writer.flush()
+    add(writer, range(20, 30)).flush()
+    assert contents(replay) == [list(range(30))]
+
+
+def test_an_interrupt_while_parcels_are_forgotten(sharded, tmp_path):
+    """And the shard is restarted from a checkpoint before them."""
+    replay = sharded(num_shards=1, folder=tmp_path)
+    writer = add(replay.writer("w"), range(20))
+    writer.flush()
+    replay.save()
+    add(writer, range(20, 30))
+
+    class Interrupted(deque):
+        def popleft(self):
+            super().popleft()
+            raise KeyboardInterrupt
+
+    writer._parcels = Interrupted(writer._parcels)
+    with pytest.raises(KeyboardInterrupt):
+        writer.flush()
+    writer._parcels = deque(writer._parcels)
+    kill(replay.shards[0])
+    add(writer, range(30, 35)).flush()
+    assert contents(replay) == [[*range(20), *range(30, 35)]]
+
+
+def test_a_second_save_writes_what_is_new(sharded, tmp_path):
+    replay = sharded(num_shards=1, folder=tmp_path)
+    writer = add(replay.writer("w"), range(100))
+
+    def rows():
+        with closing(sqlite3.connect(tmp_path / "shard-0.replay")) as connection:
+            return connection.execute("SELECT id, checksum FROM chunks ORDER BY id").fetchall()
+
+    writer.flush()
+    replay.save()
+    before = rows()
+    add(writer, range(100, 130)).flush()
+    replay.save()
+    assert rows()[: len(before)] == before
+    assert len(rows()) > len(before) > 5
+
+
+def test_a_manifest_that_cannot_be_written(sharded, tmp_path, monkeypatch):
+    replay = sharded(num_shards=1, folder=tmp_path)
+    replay.save()
+    before = (tmp_path / "replay.json").read_bytes()
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        replay.save()
+    assert (tmp_path / "replay.json").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"replay.json", "shard-0.replay"}
+
+
+def test_threads_sample_while_batches_are_drawn(sharded):
+    replay = sharded()
+    for number in range(2):
+        add(replay.writer(f"w{number}"), range(1000 * number, 1000 * number + 80)).flush()
+    errors = []
+
+    def sample():
+        try:
+            for _ in range(30):
+                assert_right(replay.sample(20))
+                assert replay.size() == 160
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=sample) for _ in range(2)]
+    with replay.batches(20) as batches:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            next(batches)
+    assert not errors
 
 
 def test_all_shards_gone(sharded, tmp_path):
@@ -376,7 +591,6 @@ def test_all_shards_gone(sharded, tmp_path):
 
 def test_a_checkpoint_goes_on_as_without_an_interruption(sharded, tmp_path):
     replay = sharded(np.int64(300), MIXED, num_shards=np.int64(2), folder=tmp_path / "a", seed=7)
-    assert not (tmp_path / "a").exists()
     writers = [replay.writer(f"w{i}") for i in range(2)]
     for steps in (range(100), range(100, 180)):
         for writer in writers:
@@ -410,8 +624,7 @@ def test_a_shard_in_a_file_goes_on_after_a_restart_of_a_loaded_memory(sharded, t
     replay.close()
     again = sharded(load=tmp_path)
     kill(again.shards[0])
-    while again.size() < 30:
-        pass
+    until(lambda: again.size() == 30)
     assert in_shard(again, 0) == list(range(30))
 
 
@@ -424,6 +637,12 @@ def _edit(change):
     return damage
 
 
+def _flip(folder):
+    """Another digit of the number of shards, as one bit makes it."""
+    path = folder / "replay.json"
+    path.write_text(path.read_text().replace('"num_shards": 2', '"num_shards": 3'))
+
+
 def _other(folder):
     path = folder / "shard-0.replay"
     path.unlink()
@@ -432,6 +651,7 @@ def _other(folder):
 
 DAMAGES = {
     "no JSON": lambda folder: (folder / "replay.json").write_text("{"),
+    "a bit": _flip,
     "another format": _edit(lambda m: m.update(format="zip")),
     "a later version": _edit(lambda m: m.update(version=2)),
     "no settings": _edit(lambda m: m.pop("settings")),
@@ -482,7 +702,7 @@ def test_several_learners_draw_each_for_itself(sharded):
         *ray.get([learn.remote(replay), learn.remote(replay)]),
         [replay.sample(50).rewards[:, 0].tolist()],
     ]
-    assert drawn[0] != drawn[1] != drawn[2][0]
+    assert len({tuple(each[0]) for each in drawn}) == 3
     assert {*chain(*chain(*drawn))} <= set(range(300))
 
 
@@ -522,7 +742,7 @@ def test_nothing_to_sample(sharded):
     replay = sharded()
     replay.writer("w").flush()
     assert replay.size() == 0
-    with pytest.raises(ValueError, match="nothing was added"):
+    with pytest.raises(ValueError, match="all 2 are empty: nothing was added"):
         replay.sample(4)
     with replay.batches(4) as batches:
         with pytest.raises(ValueError, match="nothing was added"):
@@ -548,6 +768,9 @@ def test_nothing_to_sample(sharded):
         ({"stack_size": 3}, ValueError, "stack_size"),
         ({"codec": "gzip"}, ValueError, "codec"),
         ({"device": "nowhere"}, RuntimeError, "device"),
+        ({"actor_options": {"max_concurrency": 4}}, ValueError, "one call at a time"),
+        ({"folder": "/proc/none"}, OSError, "none"),
+        ({"folder": __file__}, OSError, "test_ray"),
         ({"actor_options": [{}]}, ValueError, "actor_options for 2 shards, got 1"),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gym_compress import (
+    Codec,
     CompressedFrameStack,
     CompressedReplayBuffer,
     CompressedSamples,
@@ -233,9 +234,78 @@ def test_indices_that_lead_nowhere():
 def test_transitions_of_another_kind_are_refused(space, actions, kwargs):
     source = made(10, 20, 1, STACKS)
     target = CompressedReplayBuffer(20, space, actions, None, **kwargs)
-    with pytest.raises(ValueError, match=r"Expected transitions of"):
+    with pytest.raises(
+        ValueError,
+        match=r"Expected transitions with (observations|stacks|actions) .*, got .*: both buffers need",
+    ):
         target.adopt(source.take([1, 2]))
     assert target.size() == 0
+
+
+def test_stacks_that_are_cut_alike_are_of_one_kind():
+    source = made(20, 30, 1, STACKS)
+    target = empty(source, stack_size=np.int64(4))
+    target.adopt(source.take(np.arange(20)))
+    assert_same(everything(target), everything(source))
+    assert len(target.take([3])) == 1
+
+
+@pytest.mark.parametrize("wrong", [None, made(3).sample(2)])
+def test_only_samples_are_taken_over(wrong):
+    with pytest.raises(TypeError, match="Expected CompressedSamples"):
+        made(3).adopt(wrong)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd:1", "none"])
+@pytest.mark.parametrize("frames_per_chunk", [1, 3, 12])
+def test_what_is_raw_still_is_compressed_when_it_is_taken(tmp_path, codec, frames_per_chunk):
+    """The newest chunks, whichever of them."""
+    for taken in ([15], [19], [2, 14], [*range(20)]):
+        source = made(20, 40, 1, STACKS, codec=codec, frames_per_chunk=frames_per_chunk)
+        expected = source.get(taken)
+        samples = source.take(taken)
+        assert {type(content) is bytes for content in samples._images[0].contents} == {codec != "none"}
+        target = empty(source)
+        target.adopt(samples)
+        target.save(tmp_path / "a.replay")
+        assert_same(
+            everything(CompressedReplayBuffer.load(tmp_path / "a.replay", device=None)), tuple(expected)
+        )
+        assert_same(everything(feed(source, range(20, 21)))[4][:20], made(20, 40, 1, STACKS).rewards[:20])
+
+
+def test_raw_bytes_that_are_a_compressed_chunk_of_others():
+    """The content of one chunk, as an observation of another buffer, is not taken for that chunk."""
+    space = spaces.Box(0, 255, (33, 32), np.uint8)  # one slice of 1,056 bytes
+    noise = np.random.default_rng(0).integers(0, 256, (4, 33 * 32), dtype=np.uint8)
+    for length in range(900, 1056):
+        frames = np.where(np.arange(4 * 1056).reshape(4, 1056) < length, noise, 0).astype(np.uint8)
+        one = CompressedReplayBuffer(9, space, ACTIONS, None, codec="lz4", frames_per_chunk=4)
+        for i in range(3):
+            pair = frames[i : i + 2].reshape(2, 1, 33, 32)
+            one.add(*pair, [0], [i], [0], [{}])
+        samples = one.take([0, 1, 2])
+        if [len(content) for content in samples._images[0].contents] == [1056]:
+            break
+    else:
+        pytest.skip("no chunk of that length")
+    evil = np.frombuffer(samples._images[0].contents[0], np.uint8).reshape(1, 33, 32)
+    two = CompressedReplayBuffer(9, space, ACTIONS, None, codec="none", frames_per_chunk=1)
+    two.add(evil, evil, [0], [7], [0], [{}])
+    target = CompressedReplayBuffer(9, space, ACTIONS, None)
+    target.adopt(samples)
+    target.adopt(two.take([0]))
+    assert_same(target.get([3]).observations, evil)
+
+
+def test_what_is_in_a_file_is_not_kept_in_memory_too(tmp_path):
+    source = made(200, 200, 1, STACKS, codec="none")
+    buffer = empty(source, path=tmp_path / "a.replay", codec="none")
+    for start in range(0, 200, 20):
+        buffer.adopt(source.take(np.arange(start, start + 20)))
+    (stream,) = buffer._streams()
+    assert len(stream._latest) <= 8
+    assert_same(everything(buffer), everything(source))
 
 
 def damaged(parcel):
@@ -252,6 +322,16 @@ def damaged(parcel):
     yield parcel._replace(references=parcel.references[:, :-1])
     yield parcel._replace(odd=np.full((1, 4), 1000, np.int32), references=parcel.references * 0 - 1)
     yield parcel._replace(odd=np.zeros((1, 3), np.int32))
+    yield parcel._replace(codecs=[Codec("none")] * len(parcel.codecs))
+    raw = [np.zeros(size, np.uint8) for size in parcel.nbytes.tolist()]
+    yield parcel._replace(contents=raw)
+    yield parcel._replace(
+        contents=[part.astype(np.float32) for part in raw], codecs=[Codec("none")] * len(raw)
+    )
+    yield parcel._replace(references=parcel.references.astype(float))
+    yield parcel._replace(references=parcel.references[0])
+    yield parcel._replace(references=np.concatenate([parcel.references, parcel.references[:1]]))
+    yield parcel._replace(firsts=parcel.firsts.astype(np.uint32))
 
 
 def test_damaged_parcels_are_refused_and_leave_the_buffer_as_it_was():
@@ -259,10 +339,10 @@ def test_damaged_parcels_are_refused_and_leave_the_buffer_as_it_was():
     samples, target = source.take(np.arange(30)), made(12, 20, 1, STACKS)
     before, fresh = pickle.dumps(everything(target)), [len(s._chunks) for s in target._streams()]
     faults = list(damaged(samples._images[0]))
-    assert len(faults) == 12
-    for fault in faults:
+    assert len(faults) == 19
+    for images in ([], *[[fault] for fault in faults]):
         with pytest.raises(CorruptDataError):
-            target.adopt(CompressedSamples(samples._layout, samples._arrays, [fault]))
+            target.adopt(CompressedSamples(samples._layout, samples._arrays, images))
         assert pickle.dumps(everything(target)) == before
         assert [len(s._chunks) for s in target._streams()] == fresh
 

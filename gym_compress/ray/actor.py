@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayTaskError
 
-from gym_compress.errors import CorruptDataError
+from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.replay.buffer import CompressedReplayBuffer
 from gym_compress.replay.checkpoint import arguments_of
+from gym_compress.replay.format import Mark, read_mark
 from gym_compress.replay.reading import FileReader
 from gym_compress.replay.samples import CompressedSamples
+from gym_compress.replay.writing import open_to_save
 
 __all__ = ["Shard", "answer"]
 
@@ -31,6 +34,11 @@ class ShardBuffer(CompressedReplayBuffer):
     """
 
     replay = ""
+
+    @property
+    def mark(self) -> Mark | None:
+        """The mark of the checkpoint that was last saved or loaded."""
+        return self._checkpoint.mark
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -61,16 +69,17 @@ class Shard:
         self._path = path
         self._error: Exception | None = None
         try:
-            found = None if path is None else _found(path)
-            if path is not None and found == replay:
-                self._buffer = ShardBuffer.load(path, device=None)
-            elif not resumes:
+            if path is not None:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            if path is None or not (resumes or _mark(path)):
                 self._buffer = ShardBuffer(**arguments_of(json.loads(settings)), device=None)
                 self._buffer.replay = replay
-            elif found is None:
-                raise FileNotFoundError(f"There is no checkpoint {path}")
-            else:
+            elif _owner(path) == replay:
+                self._buffer = ShardBuffer.load(path, device=None)
+            elif resumes:
                 raise CorruptDataError(f"{path} is of another replay memory")
+            else:
+                raise FileExistsError(f"{path} holds a checkpoint of another replay memory: move it away")
         except Exception as error:  # an actor that fails to begin cannot say why: each call does
             self._error = error
 
@@ -121,20 +130,38 @@ class Shard:
         """Makes the next checkpoint of the file."""
         buffer = self._ready()
         assert self._path is not None
-        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        mark = _mark(self._path)
+        if mark not in (None, buffer.mark):
+            raise GymCompressError(
+                f"{self._path} was saved by another process since this shard loaded or saved it: load the "
+                "folder to go on with what it saved"
+            )
         buffer.save(self._path)
 
 
-def _found(path: str) -> str | None:
-    """Which replay memory a file is of; None if there is none whose first save was completed."""
+def _mark(path: str) -> Mark | None:
+    """The mark of a file's checkpoint; None if there is none, or a first save was not completed.
+
+    Raises:
+        CorruptDataError, FileExistsError: If there is something else.
+    """
     if not Path(path).exists():
         return None
+    try:
+        with closing(open_to_save(path)) as connection:
+            return read_mark(connection)
+    except FileExistsError as error:
+        if isinstance(error.__cause__, CorruptDataError):
+            raise error.__cause__ from None
+        raise
+
+
+def _owner(path: str) -> str | None:
+    """Which replay memory a file with a checkpoint is of."""
     file = FileReader.open(path)
     try:
-        if file.checkpoint.mark is None:
-            return None
         settings, _ = file.read_checkpoint()
-        return str(settings.get("replay", ""))
+        return settings.get("replay")
     finally:
         file.close()
 

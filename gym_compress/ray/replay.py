@@ -8,35 +8,33 @@ import operator
 import os
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import ray
 from gymnasium import spaces
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from gym_compress.codec import Codec
-from gym_compress.errors import CorruptDataError, GymCompressError
+from gym_compress.errors import GymCompressError
 from gym_compress.ray.actor import answer
+from gym_compress.ray.manifest import MANIFEST, read_manifest, write_manifest
 from gym_compress.ray.shards import ActorOptions, Shards
 from gym_compress.ray.writer import ReplayWriter
 from gym_compress.replay.buffer import CompressedReplayBuffer
-from gym_compress.replay.checkpoint import arguments_of
-from gym_compress.replay.format import refusing
 from gym_compress.replay.locks import fork_safe_lock
-from gym_compress.replay.prefetch import Prefetch
-from gym_compress.replay.samples import CompressedSamples, Outputs, ReplaySamples, torch_device
+from gym_compress.replay.prefetch import Outputs, Prefetch
+from gym_compress.replay.samples import CompressedSamples, ReplaySamples, torch_device
 from gym_compress.replay.settings import element_nbytes, generator_from_json, generator_to_json
 
 __all__ = ["ShardedReplay"]
 
-# Of a request that is for several batches: transitions, and their bytes when decoded.
-_MOST_ASKED, _MOST_ASKED_NBYTES = 2048, 2**27
+# Of a request that is for several batches: how many, their transitions, and the bytes of these when decoded.
+_MOST_BATCHES, _MOST_ASKED, _MOST_ASKED_NBYTES = 16, 2048, 2**27
 _REQUESTS = 2  # on their way at once
-
-_MANIFEST, _FORMAT, _VERSION = "replay.json", "gym_compress sharded replay", 1
 
 
 class _Request(NamedTuple):
@@ -55,11 +53,15 @@ class ShardedReplay:
     """Replay memory in several Ray actors, for many collectors and one or more learners.
 
     Frames cross the network compressed: writers encode them where the environments run, shards keep them as
-    they came, and samples are decoded here. Each writer adds to one shard, which evicts first in, first out.
+    they came, and samples are decoded here.
+
+    Each writer adds to one shard, which holds its part of ``buffer_size`` and evicts first in, first out. So
+    have as many writers as shards, or a multiple, of about the same speed: with one writer, one shard fills.
 
     A shard that dies is restarted by Ray with its last checkpoint in ``folder``, or empty without one.
     Meanwhile sampling goes on from the others, after a second. What came since the checkpoint is lost, as far
-    as it was acknowledged; writers send the rest again, and nothing is stored twice.
+    as it was acknowledged; writers send the rest again, and nothing is stored twice. The log tells of shards
+    that are away and come back. If a restarted shard's checkpoint is damaged, all calls raise that error.
 
     ``folder`` must be there for each shard's node: on one machine a folder of its own disk; on several, each
     shard's own disk if the shard stays on its node, since SQLite's log must not lie on a network file system.
@@ -81,8 +83,10 @@ class ShardedReplay:
         codec: As there.
         frames_per_chunk: As there.
         seed: Seeds the generator that draws samples.
-        device: Where samples go: a torch device or its name, ``"auto"``, or ``None`` for NumPy arrays.
-        folder: Where :meth:`save` makes checkpoints; it is made if it is not there.
+        device: Where samples go: a torch device or its name, ``"auto"`` as for
+            :class:`gym_compress.CompressedReplayBuffer`, or ``None`` for NumPy arrays, since it is often made
+            where no learner is.
+        folder: Where :meth:`save` makes checkpoints; it is made if it is not there, and must hold none.
         timeout: Seconds after which it is an error that no shard answers.
         actor_options: Options of the actors, as for Ray's ``.options()``; a dict, or one for each shard.
 
@@ -90,8 +94,12 @@ class ShardedReplay:
         ValueError: If ``num_shards`` is below 1, ``buffer_size`` below ``num_shards``, ``timeout`` not above
             0, or another argument does not suit the observation space.
         TypeError: If a space is of another kind.
-        FileExistsError: If the folder holds a checkpoint already.
+        FileExistsError: If the folder, here or where a shard is, holds a checkpoint already.
+        OSError: If the folder cannot be made.
         GymCompressError: If there is no Ray and none can be started, or the shards do not start.
+
+    A copy (:mod:`pickle`, or passed to a task) is another learner's: it draws for itself, with a generator
+    seeded from this one's, and closing it does not end the shards.
 
     Example:
         In the learner's process; a collector is passed a writer of its own::
@@ -128,7 +136,7 @@ class ShardedReplay:
             raise ValueError(
                 f"timeout is expected to be a number of seconds above 0, actual value: {timeout}"
             )
-        if folder is not None and (Path(folder) / _MANIFEST).exists():
+        if folder is not None and (Path(folder) / MANIFEST).exists():
             raise FileExistsError(
                 f"{folder} holds a checkpoint: go on with it by ShardedReplay.load(folder), or move it away"
             )
@@ -143,15 +151,15 @@ class ShardedReplay:
             frames_per_chunk=frames_per_chunk,
         )
         manifest = {
-            "format": _FORMAT,
-            "version": _VERSION,
             "replay": secrets.token_hex(8),
             "num_shards": num_shards,
             "buffer_size": buffer_size,
             "timeout": float(timeout),
-            "settings": buffer._checked_settings(),
+            "settings": {k: v for k, v in buffer._checked_settings().items() if k != "generator"},
         }
         path = None if folder is None else Path(folder).absolute()
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
         generator, target = np.random.default_rng(seed), torch_device(device)
         shards = _started(manifest, path, actor_options, resumes=False)
         self._set_up(manifest, shards, generator, target, path)
@@ -169,8 +177,8 @@ class ShardedReplay:
         self._rng = generator
         self._folder = folder
         self._lock = fork_safe_lock()
-        self._writers = 0
-        self._closed = False
+        self._writers = 0  # how many were made: the next one's shard follows
+        self._closed = self._is_copy = False
         self.device = device
         self.buffer_size = manifest["buffer_size"]
 
@@ -203,7 +211,8 @@ class ShardedReplay:
             GymCompressError: If there is no Ray and none can be started, or the shards do not start.
         """
         path = Path(folder).absolute()
-        manifest, generator = _read_manifest(path / _MANIFEST)
+        manifest = read_manifest(path / MANIFEST)
+        generator = generator_from_json(manifest.pop("generator"))
         if num_shards not in (None, manifest["num_shards"]):
             raise ValueError(f"{folder} holds {manifest['num_shards']} shards, expected {num_shards}")
         replay = cls.__new__(cls)
@@ -250,6 +259,7 @@ class ShardedReplay:
         Raises:
             ValueError: If all shards are empty, or ``batch_size`` is below 1.
             GymCompressError: If no shard has answered for ``timeout`` seconds.
+            CorruptDataError: If a shard was restarted, and its checkpoint is damaged.
         """
         return self.sample_compressed(batch_size).decompress(self.device)
 
@@ -266,9 +276,10 @@ class ShardedReplay:
     def batches(self, batch_size: int, depth: int = 2) -> Prefetch[ReplaySamples]:
         """Draws batches ahead: while one is decoded, in a background thread, shards pick the next ones.
 
-        Each is drawn from what the shards held when they were asked. Where batches are small, a request is
-        for several of them, up to 2,048 transitions or 128 MiB of them decoded, and two requests are on their
-        way: so many transitions may be added before a batch is taken.
+        Each is drawn from what the shards held when they were asked. A request is for up to 16 batches, as
+        long as these are no more than 2,048 transitions and 128 MiB decoded; two requests are on their way
+        while the batches of a third are decoded. So with batches of 32, what is added now is drawn first some
+        48 batches later.
 
         Args:
             batch_size: How many transitions a batch has.
@@ -284,36 +295,43 @@ class ShardedReplay:
         batch_size, depth = _positive(batch_size, "batch_size"), _positive(depth, "depth")
         self._check_open()
         nbytes = 2 * element_nbytes(self._manifest["settings"]["observation_space"])
-        most = min(_MOST_ASKED, _MOST_ASKED_NBYTES // max(nbytes, 1))
-        places = np.arange(max(most // batch_size, 1) * batch_size)
+        most = min(_MOST_ASKED, _MOST_ASKED_NBYTES // max(nbytes, 1)) // batch_size
+        places = np.arange(max(1, min(most, _MOST_BATCHES)) * batch_size)
 
         outputs = Outputs()
 
         def drawn() -> Iterator[ReplaySamples]:
             self._shards.look()
-            asked = deque([self._ask(places) for _ in range(_REQUESTS)])
+            asked = deque([self._ask(places, prefetch.left) for _ in range(_REQUESTS)])
             while True:
-                samples = self._receive(asked.popleft())
-                asked.append(self._ask(places))
-                yield from samples.decompress_parts(batch_size, self.device, outputs.empty)
+                samples = self._receive(asked.popleft(), prefetch.left)
+                asked.append(self._ask(places, prefetch.left))
+                yield from samples._decompress_parts(batch_size, self.device, outputs.empty)
 
         batches = drawn()
+        making = fork_safe_lock()  # an interrupted start may have left a thread that makes one more
 
         def make() -> tuple[ReplaySamples, None]:
             nonlocal batches
-            try:
-                return next(batches), None
-            except BaseException:
-                batches = drawn()
-                raise
+            with making:
+                try:
+                    return next(batches), None
+                except BaseException:
+                    batches = drawn()
+                    raise
 
-        return Prefetch(make, depth, taken=lambda _: None, left=lambda: None)
+        def when_left() -> None:
+            nonlocal batches
+            batches = drawn()  # which forgets what was asked
+            outputs.clear()
 
-    def _ask(self, places: NDArray[np.int64]) -> _Request:
+        prefetch = Prefetch(make, depth, taken=lambda _: None, when_left=when_left)
+        return prefetch
+
+    def _ask(self, places: NDArray[np.int64], left: Callable[[], bool] = lambda: False) -> _Request:
         """Draws transitions for some places of a batch, and asks the shards for them."""
         self._check_open()
-        self._shards.wait_for_transitions()
-        known = list(self._shards.sizes)
+        known = self._shards.wait_for_transitions(left)
         sizes = np.array([size or 0 for size in known])
         with self._lock:
             drawn = self._rng.integers(sizes.sum(), size=len(places))
@@ -325,11 +343,11 @@ class ShardedReplay:
         references = {i: self.shards[i].take.remote(rows[own]) for i, own in there.items()}
         return _Request(references, {i: places[own] for i, own in there.items()})
 
-    def _receive(self, request: _Request) -> CompressedSamples:
+    def _receive(self, request: _Request, left: Callable[[], bool] = lambda: False) -> CompressedSamples:
         """The transitions that were asked for; in place of those in shards that are away, others."""
         parts, order = [], []
         while True:
-            found = self._shards.answers(request.references)
+            found = self._shards.answers(request.references, left)
             missing = []
             for i, places in request.places.items():
                 size, samples = found.get(i, (None, None))
@@ -342,7 +360,7 @@ class ShardedReplay:
                     missing.append(places)
             if not missing:
                 return CompressedSamples.join(parts).select(np.argsort(np.concatenate(order)))
-            request = self._ask(np.concatenate(missing))
+            request = self._ask(np.concatenate(missing), left)
 
     def save(self) -> None:
         """Makes a checkpoint in ``folder``: each shard writes what changed since its last one, all at once.
@@ -353,33 +371,35 @@ class ShardedReplay:
 
         Raises:
             ValueError: If there is no folder.
-            GymCompressError: If a shard is away. Those that are there have saved; save again.
+            GymCompressError: If a shard is away, those that are there have saved then, and you can save
+                again; or
+            if another replay memory, loaded from the same folder, saved there meanwhile.
             OSError: If the system refuses.
         """
         self._check_open()
         if self._folder is None:
             raise ValueError("Expected a folder, since this replay memory was made without one")
-        self._folder.mkdir(parents=True, exist_ok=True)
         away = []
         for i, reference in enumerate([shard.save.remote() for shard in self.shards]):
             try:
-                answer(reference)
+                answer(reference, self._manifest["timeout"])
             except RayError:
                 away.append(i)
         if away:
-            raise GymCompressError(f"Shards {away} are away and were not saved, the others were: save again")
+            raise GymCompressError(f"Shards {away} are away and may not be saved, the others are: save again")
         with self._lock:
             generator = generator_to_json(self._rng)
-        _write_manifest(self._folder / _MANIFEST, {**self._manifest, "generator": generator})
+        write_manifest(self._folder / MANIFEST, {**self._manifest, "generator": generator})
 
     def close(self) -> None:
-        """Ends the shards, for all copies of this object. What was not saved is lost."""
+        """Ends the shards, unless this is a copy. What was not saved is lost."""
         self._closed = True
-        self._shards.close()
+        if not self._is_copy:
+            self._shards.close()
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("This replay memory is closed")
+        if self._closed or not ray.is_initialized():
+            raise ValueError("This replay memory is closed, or Ray was shut down")
 
     def __enter__(self) -> Self:
         return self
@@ -388,10 +408,12 @@ class ShardedReplay:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """With a generator of its own, so that several learners do not draw the same."""
+        """A copy draws for itself, so that several learners do not draw the same."""
         state = {name: value for name, value in self.__dict__.items() if name != "_lock"}
         with self._lock:
-            return {**state, "_rng": np.random.default_rng(self._rng.integers(2**63, size=2))}
+            generator = np.random.default_rng(self._rng.integers(2**63, size=2))
+        writers = int(generator.integers(len(self.shards)))
+        return {**state, "_rng": generator, "_writers": writers, "_is_copy": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -407,36 +429,6 @@ def _started(
     settings = [{**manifest["settings"], "buffer_size": size} for size in sizes]
     paths = [None if folder is None else str(folder / f"shard-{i}.replay") for i in range(num_shards)]
     return Shards.start(settings, manifest["replay"], paths, resumes, manifest["timeout"], actor_options)
-
-
-def _read_manifest(path: Path) -> tuple[dict[str, Any], np.random.Generator]:
-    """A manifest, checked, and the generator in it."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path.parent} holds no checkpoint: there is no {path.name}")
-    with refusing(f"{path} is not valid"):
-        manifest = json.loads(path.read_text())
-        if (manifest["format"], manifest["version"]) != (_FORMAT, _VERSION):
-            raise CorruptDataError("it is no manifest of this version of gym_compress")
-        arguments_of(manifest["settings"])
-        kinds = {"replay": str, "num_shards": int, "buffer_size": int, "timeout": float}
-        if any(type(manifest[name]) is not kind for name, kind in kinds.items()):
-            raise CorruptDataError(f"values are not of the kinds {kinds}")
-        if not 0 < manifest["num_shards"] <= manifest["buffer_size"]:
-            raise CorruptDataError(f"{manifest['num_shards']} is no number of shards")
-        return manifest, generator_from_json(manifest.pop("generator"))
-
-
-def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Replaces a manifest in one step."""
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        with part.open("w") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _positive(value: int, name: str) -> int:

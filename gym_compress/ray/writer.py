@@ -19,7 +19,7 @@ from gym_compress.replay.samples import CompressedSamples
 
 __all__ = ["ReplayWriter"]
 
-_ROWS = 192  # that a parcel has at least, but the last one: sixteen chunks of Atari frames
+_ROWS = 192  # of a parcel: sixteen chunks of Atari frames, of each environment
 _IN_FLIGHT = 4  # parcels that were sent and not acknowledged
 _PAUSES = 0.01, 1.0  # seconds before what was lost is sent again: at first, and at most
 
@@ -44,7 +44,7 @@ class _Parcel:
 
 
 class ReplayWriter:
-    """Adds transitions to a shard of a :class:`ShardedReplay`: compresses them here, and ships many at once.
+    """Adds transitions to a shard of a :class:`ShardedReplay`: compresses them here, ships 192 steps at once.
 
     :meth:`ShardedReplay.writer` makes them. A writer can be passed to Ray's tasks and actors; each copy is a
     stream of its own, which begins empty. The shard gets the transitions of a stream in the order in which
@@ -93,19 +93,20 @@ class ReplayWriter:
                 Nothing is stored then.
             GymCompressError: If the shard has not answered for ``timeout`` seconds. Nothing is stored then,
                 and what was added before is sent again with the next call.
+            Exception: What the shard found wrong; as above.
         """
-        buffer = self._buffer or self._new_buffer(max(np.size(reward), 1))
+        buffer = self._buffer
+        if buffer is None:
+            buffer = self._new_buffer(max(np.size(reward), 1))
         if self._waiting(buffer) == buffer.buffer_size - 1:
             self._ship(buffer)
         buffer.add(obs, next_obs, action, reward, done, infos)
         self._buffer = buffer
 
     def _new_buffer(self, n_envs: int) -> CompressedReplayBuffer:
-        settings = json.loads(self._settings)
-        per_chunk = settings["compression"]["frames_per_chunk"] or 1
         # one row more than a parcel has, so that all rows differ from none
-        rows = -(-_ROWS // per_chunk) * per_chunk + 1
-        arguments = arguments_of({**settings, "buffer_size": rows, "n_envs": n_envs})
+        settings = {**json.loads(self._settings), "buffer_size": _ROWS + 1, "n_envs": n_envs}
+        arguments = arguments_of(settings)
         return CompressedReplayBuffer(**arguments, device=None)
 
     def _waiting(self, buffer: CompressedReplayBuffer) -> int:
@@ -118,6 +119,7 @@ class ReplayWriter:
         Raises:
             GymCompressError: If the shard has not answered for ``timeout`` seconds. The next call tries
                 again.
+            Exception: What the shard found wrong, as a CorruptDataError if it could not load its checkpoint.
         """
         if self._buffer is not None and self._waiting(self._buffer):
             self._ship(self._buffer)
@@ -146,10 +148,13 @@ class ReplayWriter:
                     last = answer(oldest.reference, self._timeout)
             except RayError as error:
                 problem = error
+            except Exception:  # of the shard's code: the next call sends it again
+                oldest.reference = None
+                raise
             if last >= oldest.number:
                 while len(self._parcels) > 1 and self._parcels[1].number <= last:
-                    self._parcels[1].samples = self._parcels[1].reference = None
                     self._parcels.popleft()
+                    self._parcels[0].samples = self._parcels[0].reference = None
                 end, pause = time.monotonic() + self._timeout, shortest
                 continue
             if time.monotonic() > end:

@@ -18,10 +18,9 @@ from gym_compress.replay.checkpoint import SavedBuffer
 from gym_compress.replay.file import ReplayFile
 from gym_compress.replay.leaves import make_store, make_twin, write_row
 from gym_compress.replay.locks import fork_safe_lock, to_the_end
-from gym_compress.replay.prefetch import Prefetch
+from gym_compress.replay.prefetch import Outputs, Prefetch
 from gym_compress.replay.samples import (
     CompressedSamples,
-    Outputs,
     ReplaySamples,
     gather,
     layout_of_samples,
@@ -258,6 +257,8 @@ class CompressedReplayBuffer(SavedBuffer):
         transitions are added meanwhile, the same seed does not give the same batches again. :meth:`add` waits
         while a batch is decoded.
 
+        The memory of a batch is used again when nobody refers to it any more, nor to a part of it.
+
         Batches that nobody took count as not drawn: when the block is left, the next call draws them again,
         as a buffer does that was saved in the block and loaded; unless something else was drawn after them.
 
@@ -304,11 +305,12 @@ class CompressedReplayBuffer(SavedBuffer):
                 self._rng.bit_generator.state = _undrawn(self._rng, list(ahead))
                 ahead.clear()
                 self._ahead = [other for other in self._ahead if other is not ahead]
+            outputs.clear()
 
         outputs = Outputs()
         ahead: deque[_Draw] = deque()
         self._ahead = [*self._ahead, ahead]
-        return Prefetch(make, depth, taken=ahead.remove, left=give_back)
+        return Prefetch(make, depth, taken=ahead.remove, when_left=give_back)
 
     def get(self, indices: Any) -> ReplaySamples:
         """The transitions with given indices, for those who draw by themselves.
@@ -340,7 +342,9 @@ class CompressedReplayBuffer(SavedBuffer):
     def take(self, indices: Any) -> CompressedSamples:
         """The transitions with given indices, compressed as they are: what another buffer can :meth:`adopt`.
 
-        Observations that were not compressed yet are compressed.
+        Observations that were not compressed yet are compressed. Of a chunk that a wrapper still writes, what
+        is referred to is compressed for each call. Neighbours share chunks: a thousand in a row take far less
+        than a thousand from anywhere.
 
         Args:
             indices: ``(n,)`` integers as for :meth:`get`, in any order.
@@ -359,8 +363,8 @@ class CompressedReplayBuffer(SavedBuffer):
 
     @cached_property
     def _layout(self) -> str:
-        kwargs = {name: self._compression[name] for name in ("stack_size", "stack_axis")}
-        return layout_of_samples(self.observation_space, **kwargs)
+        slicings = [store.slicing for store, _ in self._pairs()]
+        return layout_of_samples(self.observation_space, slicings)
 
     def adopt(self, samples: CompressedSamples) -> None:
         """Stores transitions that another buffer gave, with their chunks: nothing is decoded or encoded.
@@ -373,14 +377,18 @@ class CompressedReplayBuffer(SavedBuffer):
                 and so on.
 
         Raises:
-            ValueError: If they are of other spaces, or no whole rows. The buffer is as it was then.
+            ValueError: If observations or actions have another shape or dtype, or observations are stacked
+                otherwise, or they are no whole rows. The buffer is as it was then.
+            TypeError: If they are something else.
             CorruptDataError: If they are damaged. The buffer is as it was then, too.
             OSError: If chunks are kept in a file, and the system refuses to write them.
         """
+        if not isinstance(samples, CompressedSamples):
+            raise TypeError(f"Expected CompressedSamples, as take gives them, actual type: {type(samples)}")
         if len(samples) % self.n_envs:
             raise ValueError(f"Expected rows of {self.n_envs} transitions, got {len(samples)} transitions")
         none = np.empty(0, np.int64)
-        samples.check(self._take(none, none))
+        samples._check(self._take(none, none))
         beyond = max(len(samples) // self.n_envs - self.buffer_size, 0)
         samples = samples.select(slice(beyond * self.n_envs, None))
         if not len(samples):
@@ -397,9 +405,9 @@ class CompressedReplayBuffer(SavedBuffer):
             store.adopt(twin, rows, envs, image)
         for name, values in self._row_arrays().items():
             values[rows, envs] = samples._arrays[name]
-        self._ends[rows, envs] |= ~samples.followed(self.n_envs)
+        self._ends[rows, envs] |= ~samples._followed(self.n_envs)
         before = (pos - 1) % self.buffer_size
-        if self.size() and before not in rows:
+        if self.size() and before not in rows and not self._ends[before].all():
             self._ends[before] |= ~follow(self, before, pos, at_a_glance=True)
         self.full |= pos + len(samples) // self.n_envs >= self.buffer_size
         self.pos = int(rows[-1] + 1) % self.buffer_size

@@ -156,18 +156,27 @@ class ImageParcel(NamedTuple):
         Raises:
             CorruptDataError: If something is not as it must be.
         """
+        shapes = {"nbytes": 1, "firsts": 1, "references": 2, "odd": 2}
+        if any(getattr(self, name).dtype != np.int32 for name in shapes) or any(
+            getattr(self, name).ndim != ndim for name, ndim in shapes.items()
+        ):
+            raise CorruptDataError(f"A parcel has arrays that are not int32 of {shapes} dimensions")
         sizes = self.nbytes.tolist()
         if not len(self.contents) == len(self.codecs) == len(sizes) == len(self.firsts):
             raise CorruptDataError("A parcel has chunks of which something is missing")
-        if self.odd.shape[1:] != (slicing.count,) or self.references.min(initial=0) < -len(self.odd):
+        if self.odd.shape[1] != slicing.count or len(self.references) != 2:
+            raise CorruptDataError("A parcel has references of another shape")
+        if self.references.min(initial=0) < -len(self.odd):
             raise CorruptDataError("A parcel has references that lead nowhere")
-        for content, nbytes in zip(self.contents, sizes, strict=True):
+        for content, codec, nbytes in zip(self.contents, self.codecs, sizes, strict=True):
             if not 0 < nbytes <= MOST_CHUNK:
                 raise CorruptDataError(f"A parcel has a chunk of {nbytes} bytes, at most {MOST_CHUNK}")
+            if isinstance(content, bytes) == (codec.name == "none"):
+                raise CorruptDataError(f"A chunk of codec {codec} is a {type(content).__name__}")
             if isinstance(content, bytes):
                 check_encoded(content, nbytes)
-            elif len(content) != nbytes:
-                raise CorruptDataError(f"A chunk of {len(content)} bytes is expected to have {nbytes}")
+            elif content.dtype != np.uint8 or content.shape != (nbytes,):
+                raise CorruptDataError(f"A chunk of shape {content.shape} is expected to have {nbytes} bytes")
         Numbering(slicing, *(a.astype(np.int64) for a in (self.firsts, self.nbytes))).users(*self.parted())
 
     @classmethod
@@ -186,15 +195,18 @@ class ImageParcel(NamedTuple):
         for parcel in parcels:
             contents += parcel.contents
             codecs += parcel.codecs
-            numbers = parcel.references
-            references.append(np.where(numbers > 0, numbers + end, np.where(numbers, numbers - lines, 0)))
-            firsts.append(parcel.firsts + end)
-            odd.append(parcel.odd + end)
+            numbers = parcel.references.astype(np.int64)
+            odd_or_none = np.where(numbers, numbers - lines, 0)
+            references.append(np.where(numbers > 0, numbers + end, odd_or_none))
+            firsts.append(parcel.firsts + np.int64(end))
+            odd.append(parcel.odd + np.int64(end))
             if len(parcel.firsts):  # of the last chunk, no more slices can be than bytes
                 end = int(firsts[-1][-1]) + int(parcel.nbytes[-1])
             lines += len(parcel.odd)
             if end > _MOST_IN_PARCEL:
-                raise ValueError(f"A parcel holds chunks of at most {_MOST_IN_PARCEL} bytes")
+                raise ValueError(
+                    f"Samples hold chunks of at most {_MOST_IN_PARCEL} bytes, got {end}: ask for fewer"
+                )
         nbytes = np.concatenate([parcel.nbytes for parcel in parcels])
         return cls(
             contents,
@@ -292,7 +304,9 @@ class NumberedChunks:
         spans[follow] = np.diff(firsts[picked])[follow]
         begin = 1 + np.cumsum(spans) - spans
         if spans.sum() >= _MOST_IN_PARCEL:
-            raise ValueError(f"A parcel holds at most {_MOST_IN_PARCEL} slices, got {spans.sum()}")
+            raise ValueError(
+                f"Samples hold at most {_MOST_IN_PARCEL} slices, got {spans.sum()}: ask for fewer at once"
+            )
         moved = np.zeros(len(firsts), np.int64)
         moved[picked] = begin - firsts[picked]
 

@@ -1,8 +1,10 @@
-"""Batches that a background thread decodes ahead."""
+"""Batches that a background thread decodes ahead, and memory for them."""
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,11 +12,17 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gym_compress.replay.locks import to_the_end
 
-__all__ = ["Prefetch"]
+__all__ = ["Outputs", "Prefetch"]
 
 T = TypeVar("T")
+
+# Of how many batches the memory is kept.
+_MOST_OUTPUTS = 16
 
 
 class Prefetch(Generic[T]):
@@ -27,7 +35,7 @@ class Prefetch(Generic[T]):
         make: Makes the next item, in the thread, and a receipt for it.
         depth: How many items are made ahead.
         taken: Is given the receipt for each item that is taken.
-        left: Is called when the block is left and the thread has ended.
+        when_left: Is called when the block is left and the thread has ended.
     """
 
     def __init__(
@@ -36,13 +44,17 @@ class Prefetch(Generic[T]):
         depth: int,
         *,
         taken: Callable[[Any], None],
-        left: Callable[[], None],
+        when_left: Callable[[], None],
     ) -> None:
-        self._make, self._depth, self._taken, self._when_left = make, depth, taken, left
+        self._make, self._depth, self._taken, self._when_left = make, depth, taken, when_left
         self._starting = threading.Lock()
         self._worker: _Worker[T] | None = None
         self._process: int | None = None  # the one that is in the block
         self._left = False
+
+    def left(self) -> bool:
+        """Whether the block was left: items that are being made are not wanted any more."""
+        return self._left
 
     def __enter__(self) -> Self:
         if self._process is not None:
@@ -63,7 +75,7 @@ class Prefetch(Generic[T]):
         """
         if self._process != os.getpid() or self._left:
             raise RuntimeError(
-                "Expected to be within a with block: 'with buffer.prefetch(...) as batches', in this process"
+                "Expected to be within a with block: 'with ... as batches', in the process that entered it"
             )
         with self._starting:
             if self._worker is None or not self._worker.started:
@@ -147,3 +159,31 @@ class _Worker(Generic[T]):
         if self._thread.ident is not None:
             self._thread.join()
         self.ready.put(_End(None))
+
+
+class Outputs:
+    """Arrays for batches, which are used again when nobody holds them any more.
+
+    Memory that the system has to hand out anew takes as long to fill as a fifth of the decoding.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[NDArray[np.uint8]] = []
+
+    def clear(self) -> None:
+        """Keeps none any more."""
+        self._memory = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """As ``numpy.empty``."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        kept = self._memory
+        for i in range(len(kept)):
+            # views refer to the array that owns their memory; here, this list and the call do
+            if sys.getrefcount(kept[i]) == 2 and kept[i].nbytes == nbytes:
+                memory = kept.pop(i)
+                break
+        else:
+            memory = np.empty(nbytes, np.uint8)
+        self._memory = [memory, *kept[: _MOST_OUTPUTS - 1]]
+        return memory.view(dtype).reshape(shape)

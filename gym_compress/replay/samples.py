@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -30,33 +28,6 @@ __all__ = ["CompressedSamples", "ReplaySamples", "gather", "layout_of_samples", 
 
 # What pickled samples are compressed with once more, on their way.
 _WIRE_CODEC = Codec("zstd", 1)
-
-# Of how many batches the memory is kept.
-_MOST_OUTPUTS = 16
-
-
-class Outputs:
-    """Arrays for batches, which are used again when nobody holds them any more.
-
-    Memory that the system has to hand out anew takes as long to fill as a fifth of the decoding.
-    """
-
-    def __init__(self) -> None:
-        self._memory: list[NDArray[np.uint8]] = []
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """As ``numpy.empty``."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        kept = self._memory
-        for i in range(len(kept)):
-            # views refer to the array that owns their memory; here, this list and the call do
-            if sys.getrefcount(kept[i]) == 2 and kept[i].nbytes == nbytes:
-                memory = kept.pop(i)
-                break
-        else:
-            memory = np.empty(nbytes, np.uint8)
-        self._memory = [memory, *kept[: _MOST_OUTPUTS - 1]]
-        return memory.view(dtype).reshape(shape)
 
 
 class ReplaySamples(NamedTuple):
@@ -131,10 +102,10 @@ class CompressedSamples:
         Raises:
             CorruptDataError: If a chunk cannot be decoded.
         """
-        (samples,) = self.decompress_parts(max(len(self), 1), device)
+        (samples,) = self._decompress_parts(max(len(self), 1), device)
         return samples
 
-    def decompress_parts(
+    def _decompress_parts(
         self, size: int, device: Any = "auto", empty: Callable[..., NDArray[Any]] = np.empty
     ) -> Iterator[ReplaySamples]:
         """Decodes the transitions in batches, one after another.
@@ -190,8 +161,8 @@ class CompressedSamples:
         images = zip(*(part._images for part in parts), strict=True)
         return cls(parts[0]._layout, arrays, [ImageParcel.join(each) for each in images])
 
-    def followed(self, n_envs: int) -> NDArray[np.bool_]:
-        """Where the observation of the next row is, in the same chunks, the next observation of a transition.
+    def _followed(self, n_envs: int) -> NDArray[np.bool_]:
+        """Where the observation of the next row is the next observation of a transition, in the same chunks.
 
         Args:
             n_envs: How many transitions make a row.
@@ -208,7 +179,7 @@ class CompressedSamples:
                 followed[:-n_envs] &= np.array([a.tobytes() == b.tobytes() for a, b in pairs], np.bool_)
         return followed
 
-    def check(self, like: Self) -> None:
+    def _check(self, like: Self) -> None:
         """Checks that these are of the kind of others, and all that adopting relies on.
 
         Raises:
@@ -216,14 +187,19 @@ class CompressedSamples:
             CorruptDataError: If something is not as it must be.
         """
         ours, theirs = (
-            {name: (values.dtype, values.shape[1:]) for name, values in each._arrays.items()}
+            json.loads(each._layout)
+            | {name: f"{values.dtype} {values.shape[1:]}" for name, values in each._arrays.items()}
             for each in (self, like)
         )
-        if (self._layout, ours) != (like._layout, theirs):
-            raise ValueError(
-                f"Expected transitions of {like._layout} with {theirs}, got {self._layout} with {ours}"
-            )
+        for name in theirs | ours:
+            if ours.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"Expected transitions with {name} {theirs.get(name)}, got {ours.get(name)}: both "
+                    "buffers need the same spaces and stacks"
+                )
         _, slicings = _reading(self._layout)
+        if len(self._images) != len(slicings):
+            raise CorruptDataError(f"Expected {len(slicings)} images, got {len(self._images)}")
         for image, slicing in zip(self._images, slicings, strict=True):
             image.check(slicing)
         counts = {len(values) for values in self._arrays.values()}
@@ -255,8 +231,12 @@ def _restore(encoded: bytes, nbytes: int, checksum: int) -> CompressedSamples:
     return CompressedSamples(*pickle.loads(data.data))
 
 
-def layout_of_samples(space: spaces.Space[Any], stack_size: int | str, stack_axis: int) -> str:
+def layout_of_samples(space: spaces.Space[Any], slicings: list[Slicing]) -> str:
     """How observations are laid out, in few words: shapes and dtypes, not bounds, and how images are cut.
+
+    Args:
+        space: The space of an observation.
+        slicings: Of each leaf that is an image.
 
     Raises:
         TypeError: If a space is of a kind that cannot be written down.
@@ -268,22 +248,24 @@ def layout_of_samples(space: spaces.Space[Any], stack_size: int | str, stack_axi
         return spaces.Box(0, 1, leaf.shape, leaf.dtype.type)
 
     leaves = map_space(lambda _: None, space)
-    spec = {"space": space_to_json(replace_leaves(lambda leaf, _: plain(leaf), space, leaves))}
-    return json.dumps({**spec, "stack_size": stack_size, "stack_axis": stack_axis}, separators=(",", ":"))
+    spec = {
+        "observations": space_to_json(replace_leaves(lambda leaf, _: plain(leaf), space, leaves)),
+        "stacks": [(slicing.count, slicing.axis) for slicing in slicings],
+    }
+    return json.dumps(spec, separators=(",", ":"))
 
 
 @lru_cache(maxsize=64)
 def _reading(layout: str) -> tuple[spaces.Space[Any], list[Slicing]]:
     """The space that a layout tells of, and how its images are cut."""
     spec = json.loads(layout)
-    space = space_from_json(spec["space"])
+    space = space_from_json(spec["observations"])
+    stacks = iter(spec["stacks"])
     slicings: list[Slicing] = []
 
     def leaf(leaf_space: spaces.Space[Any]) -> None:
         if is_image(leaf_space):
-            slicings.append(
-                Slicing(leaf_space.shape, leaf_space.dtype, spec["stack_size"], spec["stack_axis"])
-            )
+            slicings.append(Slicing(leaf_space.shape, leaf_space.dtype, *next(stacks)))
 
     map_space(leaf, space)
     return space, slicings

@@ -172,7 +172,7 @@ class ObservationStore:
             order = [rows]
         return ImageParcel.join(parcels).select(np.argsort(np.concatenate(order), kind="stable"))
 
-    def _numbers(self, rows: NDArray[Any], env: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _numbers(self, rows: NDArray[Any] | slice, env: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """References of an environment as an :class:`ImageParcel` has them."""
         references = self._references[rows, env].astype(np.int64)
         places = np.flatnonzero(references < 0)
@@ -191,11 +191,11 @@ class ObservationStore:
             envs: ``(n,)``, their environments.
             parcel: The parcel of n transitions.
         """
+        chunks = NumberedChunks(self._slicing, parcel.chunks(), parcel.firsts.tolist())
         for env in np.unique(envs):
             places = np.flatnonzero(envs == env)
             own = parcel
             if len(places) < len(envs):  # with those chunks alone that these touch
-                chunks = NumberedChunks(self._slicing, parcel.chunks(), parcel.firsts.tolist())
                 references = parcel.references[:, places].astype(np.int64)
                 own = chunks.take(*_without_unused(references, parcel.odd.astype(np.int64)))
             (ours, theirs), odd = self.streams[env].adopt(own)
@@ -252,7 +252,7 @@ class ObservationStore:
         return same
 
     def shares(self, twin: ObservationStore, before: int, row: int) -> NDArray[np.bool_]:
-        """Where :meth:`follows` is true at a glance: what stands in both rows are the same bytes of chunks.
+        """Where :meth:`follows` is true at a glance: both rows refer to the same bytes of the same chunks.
 
         Returns:
             ``(n_envs,)`` bool.
@@ -277,6 +277,11 @@ class ObservationStore:
         references = self._references[rows]
         different: NDArray[np.bool_] = (references != twin._references[before]) | (references < 0)
         return different
+
+    @property
+    def slicing(self) -> Slicing:
+        """How observations are cut into slices."""
+        return self._slicing
 
     @property
     def slices(self) -> int:
@@ -310,9 +315,8 @@ class ObservationStore:
 
     def references(self, rows: int, env: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """References of an environment in the first rows: ``(n,)`` single numbers, ``(m, slices)`` others."""
-        references = self._references[:rows, env].astype(np.int64)
-        odd = [self._odd[reference] for reference in references[references < 0].tolist()]
-        return references[references > 0], np.array(odd, np.int64).reshape(len(odd), self.slices)
+        references, odd = self._numbers(slice(rows), env)
+        return references[references > 0], odd
 
     def _locate(self, reference: int, env: int, to: int, wanted: Wanted) -> None:
         """Notes where the bytes are that a reference leads to; see :meth:`NumberedChunks.locate`."""

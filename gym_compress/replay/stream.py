@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -60,7 +61,7 @@ class Stream(NumberedChunks):
         self._own_first: int  # where its range begins
         self._newest: Newest  # the slices of the newest observation, if it came as an array
         self._numbers: list[int]  # their numbers
-        self._latest: dict[bytes, Chunk]  # chunks that came in parcels lately, by their content
+        self._latest: dict[_Key, Chunk]  # chunks that came in parcels lately, by their content
         self.clear()
 
     def clear(self) -> None:
@@ -188,19 +189,15 @@ class Stream(NumberedChunks):
         """
         self.seal()
         self._newest.known = False
-        chunks = []
-        for chunk in parcel.chunks():
-            content = _bytes_of(chunk)
-            chunks.append(self._latest.pop(content, chunk))
-            self._latest[content] = chunks[-1]
-        for content in list(self._latest)[:-_MOST_LATEST]:
-            del self._latest[content]
+        chunks = [self._latest.setdefault(_key_of(chunk), chunk) for chunk in parcel.chunks()]
+        for key in list(self._latest)[:-_MOST_LATEST]:
+            del self._latest[key]
 
-        firsts, slice_nbytes = parcel.firsts.tolist(), self._slicing.slice_nbytes
-        ends = firsts[1:] + [
-            first - -chunk.nbytes // slice_nbytes
-            for first, chunk in zip(firsts[-1:], chunks[-1:], strict=True)
-        ]
+        firsts = parcel.firsts.tolist()
+        last = (
+            -(-chunks[-1].nbytes // self._slicing.slice_nbytes) if chunks else 0
+        )  # slices of the last chunk
+        ends = firsts[1:] + [first + last for first in firsts[-1:]]
         here = self._last_of(chunks, firsts, ends)
         shift = (self._firsts[-here] if here else self._end) - firsts[0] if firsts else 0
         for chunk, first, end in zip(chunks[here:], firsts[here:], ends[here:], strict=True):
@@ -254,7 +251,7 @@ class Stream(NumberedChunks):
 
     def _forget_latest(self, chunk: Chunk | StoredChunk) -> None:
         if isinstance(chunk, Chunk) and self._latest:
-            self._latest.pop(_bytes_of(chunk), None)
+            self._latest.pop(_key_of(chunk), None)
 
     def seal(self) -> None:
         """Compresses the slices that are raw so far."""
@@ -340,9 +337,10 @@ class Stream(NumberedChunks):
         return Chunk.from_array(raw, chunk.codec)
 
     def _sealed(self, index: int) -> Chunk | StoredChunk:
-        if self._chunks[index] is self._own:
+        chunk = super()._sealed(index)
+        if not chunk.sealed and chunk not in self._adopted:  # of this stream: there may be several
             self.seal()
-        return self._part(super()._sealed(index))
+        return self._part(chunk)
 
     def saved(self, ids: array[int]) -> None:
         """Notes what a file knows each chunk by."""
@@ -398,10 +396,15 @@ class Stream(NumberedChunks):
         }
 
 
-def _bytes_of(chunk: Chunk) -> bytes:
-    """The content of a sealed chunk."""
+_Key = tuple[bool, int, bytes]
+
+
+def _key_of(chunk: Chunk) -> _Key:
+    """What tells the content of a chunk from others: itself, or a digest if it is raw, and so long."""
     content = chunk.content
-    return content if isinstance(content, bytes) else content.tobytes()
+    if isinstance(content, bytes):
+        return True, chunk.nbytes, content
+    return False, chunk.nbytes, hashlib.blake2b(content.data).digest()
 
 
 class _Adopted:

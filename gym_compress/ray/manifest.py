@@ -1,0 +1,70 @@
+"""The manifest that makes a folder the checkpoint of a replay memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from gym_compress.errors import CorruptDataError
+from gym_compress.replay.checkpoint import arguments_of
+from gym_compress.replay.format import refusing
+from gym_compress.replay.settings import generator_from_json
+
+__all__ = ["MANIFEST", "read_manifest", "write_manifest"]
+
+MANIFEST = "replay.json"
+_FORMAT, _VERSION = "gym_compress sharded replay", 1
+_KINDS = {"replay": str, "num_shards": int, "buffer_size": int, "timeout": float}
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What :func:`write_manifest` wrote.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        CorruptDataError: If it is damaged, or of a later version.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} holds no checkpoint: there is no {path.name}")
+    with refusing(f"{path} is not valid"):
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        found = manifest.pop("format"), manifest.pop("version")
+        if found != (_FORMAT, _VERSION):
+            raise CorruptDataError(f"format and version are {found}, expected {(_FORMAT, _VERSION)}")
+        if manifest.pop("checksum") != _checksum(manifest):
+            raise CorruptDataError("it does not have its checksum")
+        for name, kind in _KINDS.items():
+            if type(manifest[name]) is not kind:
+                raise CorruptDataError(f"{name} is {manifest[name]!r}, expected {kind.__name__}")
+        if (
+            not 0 < manifest["num_shards"] <= manifest["buffer_size"]
+            or not 0 < manifest["timeout"] < math.inf
+        ):
+            raise CorruptDataError(f"{[manifest[name] for name in _KINDS]} are out of bounds")
+        arguments_of(manifest["settings"])
+        generator_from_json(manifest["generator"])
+    return manifest
+
+
+def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Replaces a manifest in one step."""
+    text = {"format": _FORMAT, "version": _VERSION, "checksum": _checksum(manifest), **manifest}
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("w") as file:
+            json.dump(text, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    data = json.dumps(manifest, sort_keys=True, allow_nan=False).encode()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
