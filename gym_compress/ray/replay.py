@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 import secrets
 from collections import deque
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from gym_compress.codec import Codec
-from gym_compress.errors import GymCompressError
+from gym_compress.errors import GymCompressError, positive
 from gym_compress.ray.actor import answer
 from gym_compress.ray.manifest import MANIFEST, read_manifest, write_manifest
 from gym_compress.ray.shards import ActorOptions, Shards
@@ -128,8 +127,8 @@ class ShardedReplay:
         timeout: float = 60.0,
         actor_options: ActorOptions = None,
     ) -> None:
-        num_shards = _positive(num_shards, "num_shards")
-        buffer_size = _positive(buffer_size, "buffer_size")
+        num_shards = positive(num_shards, "num_shards")
+        buffer_size = positive(buffer_size, "buffer_size")
         if buffer_size < num_shards:
             raise ValueError(f"{num_shards} shards cannot hold {buffer_size} transitions together")
         if not 0 < timeout < math.inf:
@@ -268,7 +267,7 @@ class ShardedReplay:
 
         It can be pickled, and passed on to another process that decodes it.
         """
-        batch_size = _positive(batch_size, "batch_size")
+        batch_size = positive(batch_size, "batch_size")
         self._check_open()
         self._shards.look()
         return self._receive(self._ask(np.arange(batch_size)))
@@ -279,7 +278,8 @@ class ShardedReplay:
         Each is drawn from what the shards held when they were asked. A request is for up to 16 batches, as
         long as these are no more than 2,048 transitions and 128 MiB decoded; two requests are on their way
         while the batches of a third are decoded. So with batches of 32, what is added now is drawn first some
-        48 batches later.
+        48 batches later. The memory of a batch is used again when nobody refers to it any more, nor to a part
+        of it. :meth:`save` keeps the generator as it is after all that was asked for.
 
         Args:
             batch_size: How many transitions a batch has.
@@ -292,7 +292,7 @@ class ShardedReplay:
         Raises:
             ValueError: If ``batch_size`` or ``depth`` is below 1.
         """
-        batch_size, depth = _positive(batch_size, "batch_size"), _positive(depth, "depth")
+        batch_size, depth = positive(batch_size, "batch_size"), positive(depth, "depth")
         self._check_open()
         nbytes = 2 * element_nbytes(self._manifest["settings"]["observation_space"])
         most = min(_MOST_ASKED, _MOST_ASKED_NBYTES // max(nbytes, 1)) // batch_size
@@ -429,10 +429,3 @@ def _started(
     settings = [{**manifest["settings"], "buffer_size": size} for size in sizes]
     paths = [None if folder is None else str(folder / f"shard-{i}.replay") for i in range(num_shards)]
     return Shards.start(settings, manifest["replay"], paths, resumes, manifest["timeout"], actor_options)
-
-
-def _positive(value: int, name: str) -> int:
-    number = operator.index(value)
-    if number < 1:
-        raise ValueError(f"{name} is expected to be at least 1, actual value: {value}")
-    return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import os
 from collections import deque
 from functools import cached_property
@@ -14,6 +13,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from gym_compress.codec import Codec
+from gym_compress.errors import positive
 from gym_compress.replay.checkpoint import SavedBuffer
 from gym_compress.replay.file import ReplayFile
 from gym_compress.replay.leaves import make_store, make_twin, write_row
@@ -94,8 +94,7 @@ class CompressedReplayBuffer(SavedBuffer):
         seed: int | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        if operator.index(buffer_size) < 1 or operator.index(n_envs) < 1:
-            raise ValueError(f"buffer_size and n_envs are at least 1, got {buffer_size} and {n_envs}")
+        positive(buffer_size, "buffer_size"), positive(n_envs, "n_envs")
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.observation_space = observation_space
         self.action_space = action_space
@@ -237,7 +236,7 @@ class CompressedReplayBuffer(SavedBuffer):
         Raises:
             ValueError: If the buffer is empty, or ``batch_size`` is below 1.
         """
-        _check_batch_size(batch_size)
+        positive(batch_size, "batch_size")
         with self._lock:
             return self._draw(batch_size, env)
 
@@ -288,9 +287,7 @@ class CompressedReplayBuffer(SavedBuffer):
             >>> batch.observations.shape
             (32, 4, 84, 84)
         """
-        _check_batch_size(batch_size)
-        if operator.index(depth) < 1:
-            raise ValueError(f"depth is expected to be at least 1, actual value: {depth}")
+        positive(batch_size, "batch_size"), positive(depth, "depth")
 
         def make() -> tuple[ReplaySamples, _Draw]:
             with self._lock:
@@ -428,9 +425,7 @@ class CompressedReplayBuffer(SavedBuffer):
         Raises:
             ValueError: If no episode in the buffer is that long, or an argument is below 1.
         """
-        _check_batch_size(batch_size)
-        if operator.index(length) < 1:
-            raise ValueError(f"length is expected to be at least 1, actual value: {length}")
+        positive(batch_size, "batch_size"), positive(length, "length")
         with self._lock:
             oldest = self.pos if self.full else 0
             starts = draw_starts(self._rng, self._ends, self.size(), oldest, batch_size, length)
@@ -485,8 +480,3 @@ def _undrawn(generator: np.random.Generator, draws: list[_Draw]) -> Any:
     while (earlier := next((before for before, after in draws if after == state), None)) is not None:
         state = earlier
     return state
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if operator.index(batch_size) < 1:
-        raise ValueError(f"batch_size is expected to be at least 1, actual value: {batch_size}")
