@@ -1,6 +1,6 @@
 """DQN on an Atari game with many collectors: replay memory in Ray actors, frames compressed on their way.
 
-    python examples/ray_dqn_atari.py --num-collectors 2 --num-shards 2 --steps 8000
+    python examples/ray_dqn_atari.py --num-collectors 2 --num-shards 2 --steps 6000
     python examples/ray_dqn_atari.py --address auto --num-collectors 32 --num-shards 4 --steps 10000000
 
 Needs the extras ``atari`` and ``ray`` and PyTorch. Collectors play with the network that the learner had when
@@ -97,7 +97,7 @@ if __name__ == "__main__":
     parser.add_argument("--env-id", default="ALE/Pong-v5", help="the game")
     parser.add_argument("--num-collectors", type=int, default=2, help="actors that play")
     parser.add_argument("--num-shards", type=int, default=2, help="actors that keep transitions")
-    parser.add_argument("--steps", type=int, default=8000, help="steps of all collectors together")
+    parser.add_argument("--steps", type=int, default=6000, help="steps of all collectors together")
     parser.add_argument("--buffer-size", type=int, default=100_000, help="transitions in replay memory")
     parser.add_argument("--learning-starts", type=int, default=1000, help="steps before the first update")
     parser.add_argument("--train-frequency", type=int, default=4, help="steps for each update")
