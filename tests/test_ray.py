@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -397,6 +398,45 @@ def test_a_sample_goes_on_within_two_seconds_and_a_hung_shard_is_told_by_save(sh
     until(lambda: replay.size() == 100)
 
 
+def test_a_shard_that_is_back_serves_while_the_others_hang(sharded):
+    replay = sharded(timeout=20.0)
+    for number in range(2):
+        add(replay.writer(f"w{number}"), range(1000 * number, 1000 * number + 50)).flush()
+    with stopped(replay.shards[0]):
+        replay.sample(10)
+    with stopped(replay.shards[1]):
+        begin = time.monotonic()
+        assert set(replay.sample(50).rewards[:, 0].tolist()) <= set(range(50))
+        assert time.monotonic() - begin < 5
+
+
+def test_after_ray_was_shut_down_none_is_started():
+    code = """
+import gymnasium as gym, numpy as np, ray
+from gym_compress import GymCompressError
+from gym_compress.ray import ShardedReplay
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False,
+         _node_ip_address="127.0.0.1")
+space = gym.spaces.Box(0, 255, (4, 20, 18), np.uint8)
+replay = ShardedReplay(100, space, gym.spaces.Discrete(6), num_shards=1)
+writer, obs = replay.writer("w"), np.zeros((1, 4, 20, 18), np.uint8)
+writer.add(obs, obs, [0], [0.0], [False], [{}])
+ray.shutdown()
+for call in (writer.flush, replay.size, lambda: replay.sample(3), replay.save):
+    try:
+        call()
+    except (GymCompressError, ValueError) as error:
+        print(error)
+replay.close()
+print(ray.is_initialized())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *errors, running = run.stdout.splitlines()
+    assert len(errors) == 4
+    assert all("Ray was shut down" in error for error in errors)
+    assert running == "False"
+
+
 def test_an_answer_that_takes_longer_than_patience_is_waited_for(sharded, monkeypatch):
     monkeypatch.setattr(gym_compress.ray.shards, "_PATIENCE", 1e-6)
     replay = sharded(num_shards=1)
@@ -434,8 +474,13 @@ def test_what_another_memory_saved_is_not_overwritten(sharded, tmp_path):
     add(new.writer("w"), range(50, 60)).flush()
     new.save()
     add(old.writer("w"), range(70, 80)).flush()
-    with pytest.raises(GymCompressError, match="was saved by another process"):
+    with pytest.raises(GymCompressError, match="was saved by another replay memory meanwhile"):
         old.save()
+    with pytest.raises(GymCompressError, match="was saved by another process"):  # at the same moment
+        answer(old.shards[0].save.remote())
+    kill(old.shards[0])
+    with pytest.raises(FileExistsError, match="another replay memory"):
+        until(lambda: old.size() < 0)
     new.save()
     assert sharded(load=tmp_path).size() == 110
 
@@ -576,8 +621,9 @@ def test_all_shards_gone(sharded, tmp_path):
         kill(shard, for_good=True)
     with pytest.raises(GymCompressError, match=r"No shard.* has answered for 0.5 s: 2 of 2 are away"):
         replay.sample(4)
-    with pytest.raises(GymCompressError, match=r"No shard has answered"):
-        replay.size()
+    for look in (replay.size, lambda: replay.cbytes):
+        with pytest.raises(GymCompressError, match=r"No shard has answered"):
+            look()
     with replay.batches(4) as batches, pytest.raises(GymCompressError, match=r"No shard"):
         next(batches)
     add(writer, range(20, 30))
@@ -628,6 +674,26 @@ def test_a_shard_in_a_file_goes_on_after_a_restart_of_a_loaded_memory(sharded, t
     assert in_shard(again, 0) == list(range(30))
 
 
+def test_a_save_of_a_loaded_memory_that_was_broken_off(sharded, tmp_path):
+    """After some shards, and several times."""
+    replay = sharded(folder=tmp_path)
+    for number in range(2):
+        add(replay.writer(f"w{number}"), range(20)).flush()
+    replay.save()
+    replay.close()
+    for turn in range(3):
+        again = sharded(load=tmp_path)
+        assert again.size() == 40 + 5 * turn
+        if turn == 2:
+            break
+        add(again.writer("w"), range(100 * turn, 100 * turn + 5)).flush()
+        again._write_manifest(tmp_path / "replay.json")  # as save begins
+        answer(again.shards[0].save.remote())
+        again.close()
+    again.save()
+    assert sharded(load=tmp_path).size() == 50
+
+
 def _edit(change):
     def damage(folder):
         manifest = json.loads((folder / "replay.json").read_text())
@@ -658,6 +724,7 @@ DAMAGES = {
     "a space that is none": _edit(lambda m: m["settings"].update(observation_space={"kind": "Ball"})),
     "shards of another kind": _edit(lambda m: m.update(num_shards="2")),
     "no shards": _edit(lambda m: m.update(num_shards=0)),
+    "files of each other": lambda folder: shutil.copy(folder / "shard-0.replay", folder / "shard-1.replay"),
     "another memory": _edit(lambda m: m.update(replay="x")),
     "a file of another class": _other,
     "a damaged file": lambda folder: (folder / "shard-1.replay").write_bytes(b"x" * 5000),

@@ -35,17 +35,19 @@ class ShardBuffer(CompressedReplayBuffer):
 
     replay = ""
 
-    @property
-    def mark(self) -> Mark | None:
-        """The mark of the checkpoint that was last saved or loaded."""
-        return self._checkpoint.mark
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.received: dict[str, int] = {}
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "replay": self.replay, "received": self.received}
+
+    def _check_replaced(self, mark: Mark | None) -> None:
+        if mark is not None:
+            raise GymCompressError(
+                "The file was saved by another process since this shard loaded or saved it: load the folder "
+                "to go on with what that saved"
+            )
 
     def _restore(self, settings: dict[str, Any]) -> None:
         super()._restore(settings)
@@ -59,27 +61,26 @@ class Shard:
 
     Args:
         settings: Those of its buffer, as JSON.
-        replay: Which replay memory it is a part of.
-        path: Its file, or None.
-        resumes: Whether the file must be there from the start. If this replay memory saved it, it is loaded
-            anyway: the actor was restarted then.
+        replay: Which part of which replay memory it is.
+        origins: What its file may say of that, if it is loaded; it must be there then.
+        path: Its file, or None. It is loaded if it is this part's, too: the actor was restarted then.
     """
 
-    def __init__(self, settings: str, replay: str, path: str | None, resumes: bool) -> None:
+    def __init__(self, settings: str, replay: str, origins: list[str], path: str | None) -> None:
         self._path = path
         self._error: Exception | None = None
         try:
             if path is not None:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-            if path is None or not (resumes or _mark(path)):
+            if path is None or not (origins or _mark(path)):
                 self._buffer = ShardBuffer(**arguments_of(json.loads(settings)), device=None)
-                self._buffer.replay = replay
-            elif _owner(path) == replay:
+            elif _owner(path) in (replay, *origins):
                 self._buffer = ShardBuffer.load(path, device=None)
-            elif resumes:
+            elif origins:
                 raise CorruptDataError(f"{path} is of another replay memory")
             else:
                 raise FileExistsError(f"{path} holds a checkpoint of another replay memory: move it away")
+            self._buffer.replay = replay
         except Exception as error:  # an actor that fails to begin cannot say why: each call does
             self._error = error
 
@@ -130,12 +131,6 @@ class Shard:
         """Makes the next checkpoint of the file."""
         buffer = self._ready()
         assert self._path is not None
-        mark = _mark(self._path)
-        if mark not in (None, buffer.mark):
-            raise GymCompressError(
-                f"{self._path} was saved by another process since this shard loaded or saved it: load the "
-                "folder to go on with what it saved"
-            )
         buffer.save(self._path)
 
 

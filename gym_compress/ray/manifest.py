@@ -19,7 +19,13 @@ __all__ = ["MANIFEST", "read_manifest", "write_manifest"]
 
 MANIFEST = "replay.json"
 _FORMAT, _VERSION = "gym_compress sharded replay", 1
-_KINDS = {"replay": str, "num_shards": int, "buffer_size": int, "timeout": float}
+_KINDS: dict[str, type] = {
+    "replay": str,
+    "origins": list,
+    "num_shards": int,
+    "buffer_size": int,
+    "timeout": float,
+}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -39,7 +45,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if manifest.pop("checksum") != _checksum(manifest):
             raise CorruptDataError("it does not have its checksum")
         for name, kind in _KINDS.items():
-            if type(manifest[name]) is not kind:
+            if not isinstance(manifest[name], kind):
                 raise CorruptDataError(f"{name} is {manifest[name]!r}, expected {kind.__name__}")
         if (
             not 0 < manifest["num_shards"] <= manifest["buffer_size"]

@@ -151,6 +151,7 @@ class ShardedReplay:
         )
         manifest = {
             "replay": secrets.token_hex(8),
+            "origins": [],
             "num_shards": num_shards,
             "buffer_size": buffer_size,
             "timeout": float(timeout),
@@ -160,7 +161,7 @@ class ShardedReplay:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
         generator, target = np.random.default_rng(seed), torch_device(device)
-        shards = _started(manifest, path, actor_options, resumes=False)
+        shards = _started(manifest, path, actor_options)
         self._set_up(manifest, shards, generator, target, path)
 
     def _set_up(
@@ -216,7 +217,10 @@ class ShardedReplay:
             raise ValueError(f"{folder} holds {manifest['num_shards']} shards, expected {num_shards}")
         replay = cls.__new__(cls)
         target = torch_device(device)
-        shards = _started(manifest, path, actor_options, resumes=True)
+        # another one that is loaded from here is told apart by its name, which its files get when it saves
+        origins = [manifest["replay"], *manifest["origins"]]
+        manifest = {**manifest, "origins": origins, "replay": secrets.token_hex(8)}
+        shards = _started(manifest, path, actor_options)
         replay._set_up(manifest, shards, generator, target, path)
         return replay
 
@@ -246,6 +250,7 @@ class ShardedReplay:
     def cbytes(self) -> int:
         """Bytes of chunks, references and arrays in the shards that are there."""
         self._check_open()
+        self._shards.look()
         asked = {i: shard.cbytes.remote() for i, shard in enumerate(self.shards)}
         return sum(self._shards.answers(asked).values())
 
@@ -371,14 +376,21 @@ class ShardedReplay:
 
         Raises:
             ValueError: If there is no folder.
-            GymCompressError: If a shard is away, those that are there have saved then, and you can save
-                again; or
-            if another replay memory, loaded from the same folder, saved there meanwhile.
+            GymCompressError: If a shard is away; those that are there have saved then, and you can save
+                again. Or if another replay memory, loaded from the same folder, saved there meanwhile.
             OSError: If the system refuses.
         """
         self._check_open()
         if self._folder is None:
             raise ValueError("Expected a folder, since this replay memory was made without one")
+        path = self._folder / MANIFEST
+        mine = self._manifest["replay"], *self._manifest["origins"]
+        if path.exists() and read_manifest(path)["replay"] not in mine:
+            raise GymCompressError(
+                f"{self._folder} was saved by another replay memory meanwhile: load it to go on with that"
+            )
+        if self._manifest["origins"]:  # while some files have the new name, and others one of the old ones
+            self._write_manifest(path)
         away = []
         for i, reference in enumerate([shard.save.remote() for shard in self.shards]):
             try:
@@ -387,9 +399,13 @@ class ShardedReplay:
                 away.append(i)
         if away:
             raise GymCompressError(f"Shards {away} are away and may not be saved, the others are: save again")
+        self._manifest = {**self._manifest, "origins": []}
+        self._write_manifest(path)
+
+    def _write_manifest(self, path: Path) -> None:
         with self._lock:
             generator = generator_to_json(self._rng)
-        write_manifest(self._folder / MANIFEST, {**self._manifest, "generator": generator})
+        write_manifest(path, {**self._manifest, "generator": generator})
 
     def close(self) -> None:
         """Ends the shards, unless this is a copy. What was not saved is lost."""
@@ -420,12 +436,11 @@ class ShardedReplay:
         self._lock = fork_safe_lock()
 
 
-def _started(
-    manifest: dict[str, Any], folder: Path | None, actor_options: ActorOptions, *, resumes: bool
-) -> Shards:
+def _started(manifest: dict[str, Any], folder: Path | None, actor_options: ActorOptions) -> Shards:
     """The shards that a manifest tells of."""
     num_shards, buffer_size = manifest["num_shards"], manifest["buffer_size"]
     sizes = [buffer_size // num_shards + (i < buffer_size % num_shards) for i in range(num_shards)]
     settings = [{**manifest["settings"], "buffer_size": size} for size in sizes]
     paths = [None if folder is None else str(folder / f"shard-{i}.replay") for i in range(num_shards)]
-    return Shards.start(settings, manifest["replay"], paths, resumes, manifest["timeout"], actor_options)
+    names = manifest["replay"], manifest["origins"]
+    return Shards.start(settings, *names, paths, manifest["timeout"], actor_options)

@@ -22,6 +22,7 @@ ActorOptions = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 _logger = logging.getLogger(__name__)
 
 _PATIENCE = 1.0  # seconds after which a shard that does not answer is away
+_LONGEST = 5.0  # seconds that others have when a first one was slow
 _PAUSE = 0.01  # seconds between looks at those that are away
 
 
@@ -48,8 +49,8 @@ class Shards:
         cls,
         settings: list[dict[str, Any]],
         replay: str,
+        origins: list[str],
         paths: list[str | None],
-        resumes: bool,
         timeout: float,
         actor_options: ActorOptions,
     ) -> Shards:
@@ -69,11 +70,11 @@ class Shards:
         shard: Any = ray.remote(Shard)
         shards = cls([], timeout)
         try:
-            for own, path, options in zip(settings, paths, each, strict=True):
+            for i, (own, path, options) in enumerate(zip(settings, paths, each, strict=True)):
                 # without a lease of a CPU, which others might have taken when Ray restarts it
                 options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 0, **options}
-                actor = shard.options(**options).remote(json.dumps(own), replay, path, resumes)
-                shards.actors.append(actor)
+                names = f"{replay}-{i}", [f"{origin}-{i}" for origin in origins]
+                shards.actors.append(shard.options(**options).remote(json.dumps(own), *names, path))
             asked = [actor.size.remote() for actor in shards.actors]
             _, late = ray.wait(asked, num_returns=len(asked), timeout=timeout)
             if late:
@@ -140,6 +141,7 @@ class Shards:
 
     def _poll(self) -> None:
         """Looks whether shards that were away have answered."""
+        _check_ray()
         for i, probe in list(self._probes.items()):
             if self.sizes[i] is None and ray.wait([probe], timeout=0)[0]:
                 try:
@@ -153,7 +155,8 @@ class Shards:
     def answers(self, asked: Mapping[int, Any], left: Callable[[], bool] = lambda: False) -> dict[int, Any]:
         """What shards answered in time. One that did not is away until it answers.
 
-        When one has answered, the others have a second more, or twice the time that it took.
+        A second is enough if one has answered then. Else the first that answers tells how long it takes, and
+        the others have as long again, up to five seconds.
 
         Args:
             asked: References to their answers, by shard.
@@ -162,37 +165,62 @@ class Shards:
         Raises:
             GymCompressError: If none has answered for ``timeout`` seconds.
         """
+        _check_ray()
         begin = time.monotonic()
+        waiting, found = dict(asked), {}
+
+        def wait(patience: float, references: list[Any], enough: int) -> None:
+            if references:
+                ray.wait(references, num_returns=enough, timeout=patience)
+                ready = set(ray.wait(list(waiting.values()), num_returns=len(waiting), timeout=0)[0])
+                for i in [i for i, reference in waiting.items() if reference in ready]:
+                    try:
+                        found[i] = answer(waiting.pop(i))
+                    except RayError:
+                        self._lose(i)
+
         # of those that are away, no more is expected; if all are, any will do
-        waited = [reference for i, reference in asked.items() if self.sizes[i] is not None]
-        waited = waited or list(asked.values())
-        while waited and not ray.wait(waited, timeout=_PATIENCE)[0]:
+        expected = [reference for i, reference in waiting.items() if self.sizes[i] is not None]
+        expected = expected or list(waiting.values())
+        wait(_PATIENCE, expected, len(expected))
+        while waiting and not found:  # slow, or hung
+            self._poll()
+            if any(size is not None for i, size in enumerate(self.sizes) if i not in waiting):
+                break  # another one is back
             if left() or time.monotonic() > begin + self._timeout:
+                for i in waiting:
+                    self._lose(i)
                 raise self._nobody("")
-        patience = max(_PATIENCE, 2 * (time.monotonic() - begin))
-        if waited:
-            ray.wait(waited, num_returns=len(waited), timeout=patience)
-        references = list(asked.values())
-        ready = set(ray.wait(references, num_returns=len(references), timeout=0)[0]) if references else set()
-        found = {}
-        for i, reference in asked.items():
-            if reference in ready:
-                with suppress(RayError):
-                    found[i] = answer(reference)
-            if i not in found and self.sizes[i] is not None:
-                _logger.warning("Shard %d, of %d transitions, is away: others serve", i, self.sizes[i])
-                # in this order, so that another thread finds a probe of each that is away
-                self._probes[i], self.sizes[i] = self.actors[i].size.remote(), None
+            wait(_PATIENCE, list(waiting.values()), 1)
+            if found:
+                wait(min(time.monotonic() - begin, _LONGEST), list(waiting.values()), len(waiting))
+        for i in waiting:
+            self._lose(i)
         return found
+
+    def _lose(self, i: int) -> None:
+        """Notes that a shard is away."""
+        if self.sizes[i] is not None:
+            _logger.warning("Shard %d, of %d transitions, is away: others serve", i, self.sizes[i])
+            # in this order, so that another thread finds a probe of each that is away
+            self._probes[i] = self.actors[i].size.remote()
+            self.sizes[i] = None
 
     def close(self) -> None:
         """Ends the actors."""
+        if not ray.is_initialized():  # or Ray would be started
+            return
         for actor in self.actors:
             with suppress(Exception):  # Ray may have been shut down
                 ray.kill(actor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Shards, (self.actors, self._timeout)
+
+
+def _check_ray() -> None:
+    if not ray.is_initialized():  # the next call would start another one
+        raise GymCompressError("Ray was shut down, and the shards with it")
 
 
 def _start_ray() -> None:

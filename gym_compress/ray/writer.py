@@ -9,6 +9,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+import ray
 from ray.exceptions import RayError
 
 from gym_compress.errors import GymCompressError
@@ -139,6 +140,8 @@ class ReplayWriter:
 
     def _settle(self, most: int) -> None:
         """Waits until at most so many parcels are not acknowledged; sends again what was lost."""
+        if not ray.is_initialized():  # the next call would start another one
+            raise GymCompressError("Ray was shut down, and the shards with it")
         shortest, longest = _PAUSES
         end, pause = time.monotonic() + self._timeout, shortest
         while len(self._parcels) > most + 1:

@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 from gym_compress.codec import resolve_codec, resolve_frames_per_chunk
 from gym_compress.errors import CorruptDataError
 from gym_compress.replay.file import ReplayFile
-from gym_compress.replay.format import MOST_CHUNK, MOST_SETTINGS, Block, Checkpoint, ChunkTable, refusing
+from gym_compress.replay.format import (
+    MOST_CHUNK,
+    MOST_SETTINGS,
+    Block,
+    Checkpoint,
+    ChunkTable,
+    Mark,
+    refusing,
+)
 from gym_compress.replay.leaves import is_image
 from gym_compress.replay.settings import element_nbytes, space_from_json, space_to_json
 from gym_compress.replay.store import ObservationStore
@@ -111,6 +119,7 @@ class SavedBuffer:
                         writer.go_on(known)
                         writer.delete(id_ for stream in self._streams() for id_ in stream.evicted)
                     else:
+                        self._check_replaced(writer.found)
                         writer.clear()
                         known = Checkpoint()
                     ids = self._write(writer, settings, known)
@@ -333,6 +342,9 @@ class SavedBuffer:
             if type(value) is not cls._extra_arguments[name]:
                 raise CorruptDataError(f"{name} is {value!r}, expected {cls._extra_arguments[name]}")
         return cls(**arguments, **further)
+
+    def _check_replaced(self, mark: Mark | None) -> None:
+        """Raises an error if a checkpoint, which is not this buffer's, is not to be replaced."""
 
     def _restore(self, settings: dict[str, Any]) -> None:
         """Restores what is no array and no chunk."""
