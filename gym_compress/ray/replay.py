@@ -105,6 +105,8 @@ class ShardedReplay:
 
             replay = ShardedReplay(1_000_000, observation_space, action_space, num_shards=2, device="cuda")
             collectors = [Collector.remote(replay.writer(f"collector-{i}")) for i in range(8)]
+            while replay.size() < learning_starts:
+                time.sleep(1)
             with replay.batches(256) as batches:
                 for update in range(updates):
                     learn(next(batches))
