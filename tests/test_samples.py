@@ -275,27 +275,39 @@ def test_what_is_raw_still_is_compressed_when_it_is_taken(tmp_path, codec, frame
 
 
 def test_raw_bytes_that_are_a_compressed_chunk_of_others():
-    """The content of one chunk, as an observation of another buffer, is not taken for that chunk."""
+    """A raw chunk, whose bytes are the content of an encoded one, is not taken for that."""
     space = spaces.Box(0, 255, (33, 32), np.uint8)  # one slice of 1,056 bytes
-    noise = np.random.default_rng(0).integers(0, 256, (4, 33 * 32), dtype=np.uint8)
-    for length in range(900, 1056):
-        frames = np.where(np.arange(4 * 1056).reshape(4, 1056) < length, noise, 0).astype(np.uint8)
-        one = CompressedReplayBuffer(9, space, ACTIONS, None, codec="lz4", frames_per_chunk=4)
-        for i in range(3):
-            pair = frames[i : i + 2].reshape(2, 1, 33, 32)
-            one.add(*pair, [0], [i], [0], [{}])
-        samples = one.take([0, 1, 2])
-        if [len(content) for content in samples._images[0].contents] == [1056]:
-            break
-    else:
-        pytest.skip("no chunk of that length")
-    evil = np.frombuffer(samples._images[0].contents[0], np.uint8).reshape(1, 33, 32)
-    two = CompressedReplayBuffer(9, space, ACTIONS, None, codec="none", frames_per_chunk=1)
-    two.add(evil, evil, [0], [7], [0], [{}])
+    noise = np.random.default_rng(0).integers(0, 256, (5, 1, 33, 32), dtype=np.uint8)
+    source = CompressedReplayBuffer(9, space, ACTIONS, None, codec="lz4", frames_per_chunk=4)
+    for i in range(3):
+        source.add(noise[i], noise[i + 1], [0], [i], [0], [{}])
+    samples = source.take([0, 1, 2])
+    (image,) = samples._images
+    (encoded,) = image.contents
+    assert len(encoded) >= 1056
+    raw = image._replace(
+        contents=[np.frombuffer(encoded, np.uint8)],
+        codecs=[Codec("none")],
+        nbytes=np.array([len(encoded)], np.int32),
+        references=np.ones((2, 1), np.int32),
+    )
+    evil = CompressedSamples(samples._layout, samples.select([0])._arrays, [raw])
     target = CompressedReplayBuffer(9, space, ACTIONS, None)
-    target.adopt(samples)
-    target.adopt(two.take([0]))
-    assert_same(target.get([3]).observations, evil)
+    for each in (samples, evil, samples):
+        target.adopt(each)
+    kept = target.get(range(7)).observations
+    assert_same(kept[[0, 1, 2, 4, 5, 6]], np.tile(noise[:3, 0], (2, 1, 1)))
+    assert kept[3].tobytes() == encoded[:1056]
+
+
+def test_more_images_than_arrays():
+    space = spaces.Dict({str(i): spaces.Box(0, 255, (2, 40, 40), np.uint8) for i in range(8)})
+    buffer = CompressedReplayBuffer(9, space, ACTIONS, None)
+    rng = np.random.default_rng(0)
+    for i in range(5):
+        one, two = ({k: rng.integers(0, 255, (1, 2, 40, 40), np.uint8) for k in space} for _ in range(2))
+        buffer.add(one, two, [0], [i], [0], [{}])
+    assert_same(tuple(buffer.take([3, 1]).decompress(None)), tuple(buffer.get([3, 1])))
 
 
 def test_what_is_in_a_file_is_not_kept_in_memory_too(tmp_path):

@@ -20,7 +20,7 @@ from gym_compress.replay.reading import FileReader
 from gym_compress.replay.samples import CompressedSamples
 from gym_compress.replay.writing import open_to_save
 
-__all__ = ["Shard", "answer"]
+__all__ = ["Shard", "answer", "check_ray"]
 
 _MOST_WRITERS = 2**16  # whose numbers a shard remembers
 
@@ -173,3 +173,9 @@ def answer(reference: Any, timeout: float | None = None) -> Any:
         if isinstance(error.cause, Exception):
             raise error.cause from error
         raise
+
+
+def check_ray() -> None:
+    """Raises a GymCompressError if Ray was shut down: the next call would start another one."""
+    if not ray.is_initialized():
+        raise GymCompressError("Ray was shut down, and the shards with it")

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from gym_compress.errors import GymCompressError
-from gym_compress.ray.actor import Shard, answer
+from gym_compress.ray.actor import Shard, answer, check_ray
 
 __all__ = ["ActorOptions", "Shards"]
 
@@ -141,7 +141,7 @@ class Shards:
 
     def _poll(self) -> None:
         """Looks whether shards that were away have answered."""
-        _check_ray()
+        check_ray()
         for i, probe in list(self._probes.items()):
             if self.sizes[i] is None and ray.wait([probe], timeout=0)[0]:
                 try:
@@ -165,7 +165,7 @@ class Shards:
         Raises:
             GymCompressError: If none has answered for ``timeout`` seconds.
         """
-        _check_ray()
+        check_ray()
         begin = time.monotonic()
         waiting, found = dict(asked), {}
 
@@ -216,11 +216,6 @@ class Shards:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Shards, (self.actors, self._timeout)
-
-
-def _check_ray() -> None:
-    if not ray.is_initialized():  # the next call would start another one
-        raise GymCompressError("Ray was shut down, and the shards with it")
 
 
 def _start_ray() -> None:

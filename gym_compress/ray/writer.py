@@ -9,11 +9,10 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-import ray
 from ray.exceptions import RayError
 
 from gym_compress.errors import GymCompressError
-from gym_compress.ray.actor import answer
+from gym_compress.ray.actor import answer, check_ray
 from gym_compress.replay.buffer import CompressedReplayBuffer
 from gym_compress.replay.checkpoint import arguments_of
 from gym_compress.replay.samples import CompressedSamples
@@ -94,7 +93,7 @@ class ReplayWriter:
                 Nothing is stored then.
             GymCompressError: If the shard has not answered for ``timeout`` seconds. Nothing is stored then,
                 and what was added before is sent again with the next call.
-            Exception: What the shard found wrong; as above.
+            Exception: What the shard found wrong, as :meth:`flush` says.
         """
         buffer = self._buffer
         if buffer is None:
@@ -140,8 +139,7 @@ class ReplayWriter:
 
     def _settle(self, most: int) -> None:
         """Waits until at most so many parcels are not acknowledged; sends again what was lost."""
-        if not ray.is_initialized():  # the next call would start another one
-            raise GymCompressError("Ray was shut down, and the shards with it")
+        check_ray()
         shortest, longest = _PAUSES
         end, pause = time.monotonic() + self._timeout, shortest
         while len(self._parcels) > most + 1:

@@ -7,6 +7,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
@@ -124,7 +125,7 @@ class CompressedSamples:
         """What :func:`gather` reads: a row for each transition, of one environment."""
         space, slicings = _reading(self._layout)
         pairs = iter([ObservationStore.of_parcel(*each) for each in zip(self._images, slicings, strict=True)])
-        numbers = iter(range(len(self._arrays)))
+        numbers = count()
 
         def leaf(leaf_space: spaces.Space[Any]) -> tuple[Any, Any]:
             number = next(numbers)
@@ -187,16 +188,20 @@ class CompressedSamples:
             CorruptDataError: If something is not as it must be.
         """
         ours, theirs = (
-            json.loads(each._layout)
-            | {name: f"{values.dtype} {values.shape[1:]}" for name, values in each._arrays.items()}
+            {name: (values.dtype, values.shape[1:]) for name, values in each._arrays.items()}
             for each in (self, like)
         )
-        for name in theirs | ours:
-            if ours.get(name) != theirs.get(name):
-                raise ValueError(
-                    f"Expected transitions with {name} {theirs.get(name)}, got {ours.get(name)}: both "
-                    "buffers need the same spaces and stacks"
-                )
+        if (self._layout, ours) != (like._layout, theirs):
+            ours, theirs = ours | json.loads(self._layout), theirs | json.loads(like._layout)
+            name = next(
+                name
+                for name in [*json.loads(like._layout), *theirs, *ours]
+                if ours.get(name) != theirs.get(name)
+            )
+            raise ValueError(
+                f"Expected transitions with {name} {theirs.get(name)}, got {ours.get(name)}: both "
+                "buffers need the same spaces and stacks"
+            )
         _, slicings = _reading(self._layout)
         if len(self._images) != len(slicings):
             raise CorruptDataError(f"Expected {len(slicings)} images, got {len(self._images)}")

@@ -175,10 +175,14 @@ class ObservationStore:
     def _numbers(self, rows: NDArray[Any] | slice, env: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """References of an environment as an :class:`ImageParcel` has them."""
         references = self._references[rows, env].astype(np.int64)
-        places = np.flatnonzero(references < 0)
-        odd = [self._odd[reference] for reference in references[places].tolist()]
-        references[places] = _ODD - np.arange(len(odd))
-        return references, np.array(odd, np.int64).reshape(len(odd), self.slices)
+        odd = self._lines(references)
+        references[references < 0] = _ODD - np.arange(len(odd))
+        return references, odd
+
+    def _lines(self, references: NDArray[Any]) -> NDArray[np.int64]:
+        """``(m, slices)``, the numbers behind those references that are below zero."""
+        odd = [self._odd[reference] for reference in references[references < 0].tolist()]
+        return np.array(odd, np.int64).reshape(len(odd), self.slices)
 
     def adopt(
         self, twin: ObservationStore, rows: NDArray[Any], envs: NDArray[Any], parcel: ImageParcel
@@ -191,11 +195,13 @@ class ObservationStore:
             envs: ``(n,)``, their environments.
             parcel: The parcel of n transitions.
         """
-        chunks = NumberedChunks(self._slicing, parcel.chunks(), parcel.firsts.tolist())
-        for env in np.unique(envs):
+        several = np.unique(envs)
+        if len(several) > 1:
+            chunks = NumberedChunks(self._slicing, parcel.chunks(), parcel.firsts.tolist())
+        for env in several:
             places = np.flatnonzero(envs == env)
             own = parcel
-            if len(places) < len(envs):  # with those chunks alone that these touch
+            if len(several) > 1:  # with those chunks alone that these touch
                 references = parcel.references[:, places].astype(np.int64)
                 own = chunks.take(*_without_unused(references, parcel.odd.astype(np.int64)))
             (ours, theirs), odd = self.streams[env].adopt(own)
@@ -296,8 +302,7 @@ class ObservationStore:
             below zero; and for each of these in turn the numbers of all slices, ``(n, slices)``.
         """
         references = self._references[:rows]
-        odd = [self._odd[reference] for reference in references[references < 0].tolist()]
-        return references, np.array(odd, np.int64).reshape(len(odd), self.slices)
+        return references, self._lines(references)
 
     def restore(self, references: NDArray[np.signedinteger[Any]], odd: NDArray[np.int64]) -> None:
         """Takes what :meth:`state` gave, into an empty store; :meth:`Stream.restore` checks it.

@@ -194,10 +194,8 @@ class Stream(NumberedChunks):
             del self._latest[key]
 
         firsts = parcel.firsts.tolist()
-        last = (
-            -(-chunks[-1].nbytes // self._slicing.slice_nbytes) if chunks else 0
-        )  # slices of the last chunk
-        ends = firsts[1:] + [first + last for first in firsts[-1:]]
+        slices_of_last = -(-sum(chunk.nbytes for chunk in chunks[-1:]) // self._slicing.slice_nbytes)
+        ends = firsts[1:] + [first + slices_of_last for first in firsts[-1:]]
         here = self._last_of(chunks, firsts, ends)
         shift = (self._firsts[-here] if here else self._end) - firsts[0] if firsts else 0
         for chunk, first, end in zip(chunks[here:], firsts[here:], ends[here:], strict=True):
