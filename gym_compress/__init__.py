@@ -3,9 +3,10 @@
 from gym_compress.batch import CompressedBatch, decompress_batch
 from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError, GymCompressError
-from gym_compress.observation import CompressedBox, CompressedObservation
+from gym_compress.observation import CompressedObservation
 from gym_compress.replay.buffer import CompressedReplayBuffer
 from gym_compress.replay.samples import CompressedSamples
+from gym_compress.spaces import CompressedBox
 from gym_compress.wrappers import CompressedAtariPreprocessing, CompressedFrameStack, CompressObservation
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 import sys
 
-from gym_compress.cli import main
+from gym_compress.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

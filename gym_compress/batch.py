@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from gym_compress.chunk import Chunk, Piece, read_pieces
 from gym_compress.compressed_array import CompressedArray
-from gym_compress.observation import CompressedObservation, Layout
+from gym_compress.layout import Layout
+from gym_compress.observation import CompressedObservation
 
 __all__ = ["CompressedBatch", "decompress_batch"]
 
@@ -41,7 +42,7 @@ class CompressedBatch(CompressedArray):
         >>> envs.close()
     """
 
-    __slots__ = ("_layouts", "_sources")
+    __slots__ = ("layouts", "sources")
 
     def __init__(self, sources: tuple[Chunk | tuple[Chunk, ...], ...], layouts: tuple[Layout, ...]) -> None:
         """Made by wrappers; not meant to be called.
@@ -50,54 +51,56 @@ class CompressedBatch(CompressedArray):
             sources: Of each observation the chunk that holds its frames, or several.
             layouts: Where in them they lie; all of one shape and dtype.
         """
-        self._sources = sources
-        self._layouts = _shared(layouts)
+        self.sources = sources
+        self.layouts = _shared(layouts)
 
     @classmethod
-    def _of(cls, observations: Iterable[CompressedObservation]) -> CompressedBatch:
+    def of(cls, observations: Iterable[CompressedObservation]) -> CompressedBatch:
         """A batch of at least one observation, all of one shape and dtype."""
-        pairs = [(observation._source, observation._layout) for observation in observations]
+        pairs = [(observation.source, observation.layout) for observation in observations]
         sources, layouts = zip(*pairs, strict=True)
         return cls(sources, layouts)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array, ``(num_envs, *observation)``."""
-        return (len(self._layouts), *self._layouts[0].shape)
+        return (len(self.layouts), *self.layouts[0].shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the array, in native byte order."""
-        return self._layouts[0].dtype
+        return self.layouts[0].dtype
 
     def __iter__(self) -> Iterator[CompressedObservation]:
         """The observation of each environment."""
-        return map(CompressedObservation, self._sources, self._layouts)
+        return map(CompressedObservation, self.sources, self.layouts)
 
     def __getitem__(self, key: Any) -> Any:
         """The observation of an environment, a batch of those of some, or what NumPy gives of the array."""
         if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
             if not -len(self) <= key < len(self):
                 raise IndexError(f"Environment {key} is out of range for a batch of {len(self)}")
-            return CompressedObservation(self._sources[key], self._layouts[key])
+            return CompressedObservation(self.sources[key], self.layouts[key])
         if isinstance(key, slice) or (isinstance(key, (list, np.ndarray)) and np.ndim(key) == 1):
             envs = np.arange(len(self))[key]
             if envs.size:
-                return CompressedBatch._of([self[env] for env in envs])
+                return CompressedBatch.of([self[env] for env in envs])
         return np.asarray(self)[key]
 
-    def _pieces(self) -> Iterator[tuple[Chunk, Piece]]:
-        nbytes = self._layouts[0].nbytes
+    def pieces(self) -> Iterator[tuple[Chunk, Piece]]:
+        """The chunks that hold the array's bytes, and which of them go where."""
+        nbytes = self.layouts[0].nbytes
         for env, observation in enumerate(self):
             base = env * nbytes
-            for chunk, (to, to_end, start, end) in observation._pieces():
-                yield chunk, (base + to, base + to_end, start, end)
+            for chunk, (_, to, to_end, start, end) in observation.pieces():
+                yield chunk, (0, base + to, base + to_end, start, end)
 
-    def _same_bytes(self, other: CompressedBatch) -> bool:
-        return len(self) == len(other) and all(map(CompressedObservation._same_bytes, self, other))
+    def same_bytes(self, other: CompressedBatch) -> bool:
+        """Whether another batch refers to the very same bytes."""
+        return len(self) == len(other) and all(map(CompressedObservation.same_bytes, self, other))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompressedBatch._of, (list(self),)
+        return CompressedBatch.of, (list(self),)
 
 
 @lru_cache(maxsize=512)
@@ -152,7 +155,7 @@ def decompress_batch(observations: Iterable[Any], *, out: Any = None) -> Any:
                 raise ValueError("out is expected to hold arrays that do not overlap")
     for array, wanted, rows in jobs:
         if wanted:
-            read_pieces(wanted.items(), array.reshape(-1).view(np.ndarray).view(np.uint8).data)
+            read_pieces(wanted.items(), [array.reshape(-1).view(np.ndarray).view(np.uint8).data])
         for row, value in rows.items():
             array[row] = value
     return result
@@ -227,15 +230,15 @@ def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> ND
     base, known = 0, None
     for i, observation in enumerate(batch):
         if type(observation) is CompressedObservation:
-            layout = observation._layout
+            layout = observation.layout
             if layout is not known:
                 if layout.shape != shape or layout.dtype != dtype:
                     raise ValueError(_differs(name, i, shape, dtype, observation))
                 known = layout
-            source = observation._source
+            source = observation.source
             for which, (to, to_end, start, end) in layout.pieces:
                 chunk = source if isinstance(source, Chunk) else source[which]
-                piece = (base + to, base + to_end, start, end)
+                piece = (0, base + to, base + to_end, start, end)
                 if chunk in wanted:
                     wanted[chunk].append(piece)
                 else:
@@ -244,10 +247,10 @@ def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> ND
             if observation.shape != shape or observation.dtype != dtype:
                 raise ValueError(_differs(name, i, shape, dtype, observation))
             at = base
-            for source, layout in zip(observation._sources, observation._layouts, strict=True):
+            for source, layout in zip(observation.sources, observation.layouts, strict=True):
                 for which, (to, to_end, start, end) in layout.pieces:
                     chunk = source if isinstance(source, Chunk) else source[which]
-                    wanted.setdefault(chunk, []).append((at + to, at + to_end, start, end))
+                    wanted.setdefault(chunk, []).append((0, at + to, at + to_end, start, end))
                 at += layout.nbytes
         else:
             array = np.asarray(observation)

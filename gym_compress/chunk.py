@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from gym_compress.codec import Codec, check_encoded, decode, resolve_codec, resolve_frames_per_chunk
+from gym_compress.codec import Codec, check_encoded, decode, resolve_frames_per_chunk
 from gym_compress.errors import CorruptDataError
 
-__all__ = ["Chunk", "ChunkWriter", "Piece", "fit", "read_pieces"]
+__all__ = ["MOST_SHIPPED", "Chunk", "ChunkWriter", "Piece", "fit", "read_pieces"]
 
-# Where bytes of a decoded chunk go: start and end in the output, start and end in the chunk.
-Piece = tuple[int, int, int, int]
+# Bytes of the largest chunk that goes into a file, or to another process.
+MOST_SHIPPED = 2**27
+
+# Where bytes of a decoded chunk go: which output, start and end in it, start and end in the chunk.
+Piece = tuple[int, int, int, int, int]
 
 
 class Chunk:
@@ -33,7 +39,7 @@ class Chunk:
         sealed: Whether no more frames come.
     """
 
-    __slots__ = ("codec", "content", "nbytes", "sealed")
+    __slots__ = ("__weakref__", "codec", "content", "nbytes", "sealed")
 
     def __init__(
         self, content: bytes | NDArray[np.uint8], nbytes: int, codec: Codec, sealed: bool = False
@@ -97,13 +103,13 @@ def _restore(content: bytes | NDArray[np.uint8], nbytes: int, codec: Codec, chec
     return Chunk(content, nbytes, codec, sealed=True)
 
 
-def read_pieces(wanted: Iterable[tuple[Any, list[Piece]]], out: memoryview) -> None:
+def read_pieces(wanted: Iterable[tuple[Any, list[Piece]]], outs: Sequence[memoryview]) -> None:
     """Copies pieces of chunks to their places, decoding each chunk once.
 
     Args:
         wanted: Chunks, or what has ``content`` and ``nbytes`` as they have, each with the pieces that are
             wanted of it.
-        out: The bytes that are written, not empty.
+        outs: The bytes that are written, of one or more arrays that are not empty.
 
     Raises:
         CorruptDataError: If a chunk cannot be decoded.
@@ -113,23 +119,18 @@ def read_pieces(wanted: Iterable[tuple[Any, list[Piece]]], out: memoryview) -> N
         content = chunk.content
         if isinstance(content, bytes):
             nbytes = chunk.nbytes
-            to, to_end, start, end = pieces[0]
+            which, to, to_end, start, end = pieces[0]
             whole = len(pieces) == 1 and end - start == nbytes
             if not whole and len(scratch) < nbytes:
                 scratch = np.empty(nbytes, np.uint8).data
-            try:
-                decode(content, out[to:to_end] if whole else scratch)
-            except RuntimeError as error:
-                raise CorruptDataError(
-                    f"A compressed chunk of {len(content)} bytes could not be decoded: {error}"
-                ) from None
+            decode(content, outs[which][to:to_end] if whole else scratch)
             if whole:
                 continue
             raw = scratch
         else:
             raw = content.data
-        for to, to_end, start, end in pieces:
-            out[to:to_end] = raw[start:end]
+        for which, to, to_end, start, end in pieces:
+            outs[which][to:to_end] = raw[start:end]
 
 
 def fit(frame: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -157,100 +158,155 @@ def fit(frame: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any
     return cast
 
 
+class _RawChunk:
+    """A chunk whose frames are raw, and the memory that they are in.
+
+    The chunk itself is made when somebody asks for it, and goes when nobody holds it.
+    """
+
+    __slots__ = ("_chunk", "_codec", "filled", "first", "frames", "memory", "room", "sealed")
+
+    def __init__(
+        self, first: int, room: int, shape: tuple[int, ...], dtype: np.dtype[Any], codec: Codec
+    ) -> None:
+        self.first = first  # the number of its first frame
+        self.filled = 0
+        self.room = room
+        self.sealed = False
+        self.memory = bytearray(room * math.prod(shape) * dtype.itemsize)
+        self.frames: NDArray[Any] = np.ndarray((room, *shape), dtype, self.memory)
+        self._codec = codec
+        self._chunk: Callable[[], Chunk | None] = lambda: None  # a weak reference, once there is a chunk
+
+    def chunk(self) -> Chunk:
+        chunk = self._chunk()
+        if chunk is None:
+            content = self.frames.reshape(-1).view(np.uint8)
+            chunk = Chunk(content, len(content), self._codec)
+            self._chunk = weakref.ref(chunk)
+        return chunk
+
+    def seal(self) -> None:
+        chunk = self._chunk()
+        if chunk is not None and not chunk.sealed:
+            chunk.seal(self.filled * self.frames[:1].nbytes, self.frames.itemsize)
+        self.sealed, self.room = True, self.filled
+
+
 class ChunkWriter:
-    """Appends the frames of one stream and seals the chunks that they fill.
+    """Appends the frames of one stream, numbered from 1, and seals the chunks that they fill.
 
-    The newest frames stay raw, a whole chunk of them and at least ``keep``, so that reading the newest
-    observation decodes nothing.
+    The newest frames stay raw, a whole chunk of them and at least ``keep``, so that the newest observation is
+    read and compared without decoding. A chunk that nobody holds when it is to be sealed is not compressed.
 
-    A copy of a writer (``copy.deepcopy`` of an environment, pickling) is a writer with the same settings that
-    begins a chunk of its own; what was written stays where it is.
+    An exception may come between any two lines, by a signal too: frames count once they are written.
 
     Args:
         shape: The shape of a frame.
-        dtype: The dtype of a frame; frames are kept in native byte order.
-        codec: A :class:`Codec`, its string, or ``"auto"``.
-        frames_per_chunk: Frames that a chunk holds, or ``None`` to choose by the size of a frame.
+        dtype: The dtype of a frame, in native byte order.
+        codec: What compresses the chunks.
+        frames_per_chunk: Frames that a chunk holds.
         keep: How many of the newest frames stay raw at least.
-
-    Raises:
-        ValueError: If the codec is unknown, ``frames_per_chunk`` below 1, or a frame too large for a chunk.
-        TypeError: If the codec or ``frames_per_chunk`` is of a wrong type.
+        begun: Called with each chunk that begins, and the number of its first frame.
     """
 
     def __init__(
         self,
         shape: tuple[int, ...],
-        dtype: DTypeLike,
+        dtype: np.dtype[Any],
         *,
-        codec: str | Codec = "auto",
-        frames_per_chunk: int | None = None,
+        codec: Codec,
+        frames_per_chunk: int,
         keep: int = 1,
+        begun: Callable[[int, Chunk], None] | None = None,
     ) -> None:
-        self.shape = tuple(shape)
-        self.dtype = np.dtype(np.dtype(dtype).type)  # in native byte order
-        self.frame_nbytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-        self.codec = resolve_codec(codec, self.frame_nbytes)
-        self.frames_per_chunk = resolve_frames_per_chunk(frames_per_chunk, self.frame_nbytes)
-        self.keep = keep
-        self._full: deque[tuple[Chunk, int]] = deque()  # chunks still raw and their bytes, oldest first
-        self._open = self._begin()
+        self.shape = shape
+        self.dtype = dtype
+        self.frame_nbytes = math.prod(shape) * dtype.itemsize
+        self.codec = codec
+        self.frames_per_chunk = frames_per_chunk
+        self._keep = keep
+        self._begun = begun
+        self._raw: deque[_RawChunk] = deque()  # oldest first; the last one is being written
+        self._restart = 1
 
-    def _begin(self) -> list[Any]:
-        """The frames of a new chunk as an array, the chunk over the same memory, and how many it holds."""
-        frames: NDArray[Any] = np.empty((self.frames_per_chunk, *self.shape), self.dtype)
-        return [frames, Chunk(frames.reshape(-1).view(np.uint8), frames.nbytes, self.codec), 0]
+    @property
+    def next_number(self) -> int:
+        """The number that the next frame gets."""
+        if not self._raw:
+            return self._restart
+        newest = self._raw[-1]
+        return newest.first + newest.filled
 
-    def append(self, frame: Any) -> tuple[Chunk, int]:
-        """Copies one frame into the stream.
+    @property
+    def first_raw(self) -> int:
+        """The number of the oldest frame that is in no sealed chunk yet; that of the next one if all are."""
+        return next((raw.first for raw in self._raw if not raw.sealed), self.next_number)
+
+    def append(self, frames: NDArray[Any]) -> None:
+        """Copies frames into the stream: ``(n, *shape)``, of the writer's dtype."""
+        done = 0
+        while done < len(frames):
+            raw = self._raw[-1] if self._raw else None
+            if raw is None or raw.filled == raw.room:
+                raw = self._begin()
+            count = min(raw.room - raw.filled, len(frames) - done)
+            raw.frames[raw.filled : raw.filled + count] = frames[done : done + count]
+            raw.filled += count
+            done += count
+
+    def _begin(self) -> _RawChunk:
+        """Begins a chunk, and seals the oldest raw ones that are not among the newest frames."""
+        while self._raw and sum([raw.filled for raw in islice(self._raw, 1, None)]) >= self._keep:
+            self._raw[0].seal()
+            self._raw.popleft()
+        raw = _RawChunk(self.next_number, self.frames_per_chunk, self.shape, self.dtype, self.codec)
+        if self._begun:
+            self._begun(raw.first, raw.chunk())
+        self._raw.append(raw)
+        return raw
+
+    def newest(self, count: int) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
+        """Where the newest frames lie, which were appended since the last restart.
 
         Args:
-            frame: An array of the writer's shape, or what NumPy makes one of.
+            count: How many frames, at most ``keep``.
 
         Returns:
-            The chunk that holds the frame, and the frame's place in it, counted from 0.
-
-        Raises:
-            ValueError: If the frame does not fit, see :func:`fit`. Nothing is written then.
+            The chunks that hold them, the oldest first, and how many frames each of these has.
         """
-        if type(frame) is not np.ndarray or frame.dtype is not self.dtype or frame.shape != self.shape:
-            frame = fit(frame, self.shape, self.dtype)
-        if self._open[2] == self.frames_per_chunk:
-            self._turn()
-        frames, chunk, index = self._open
-        frames[index] = frame
-        self._open[2] = index + 1
-        return chunk, index
+        raw = self._raw[-1]
+        if raw.filled >= count:
+            return (raw.chunk(),), (raw.filled,)
+        found = []
+        for raw in reversed(self._raw):
+            found.append(raw)
+            count -= raw.filled
+            if count <= 0:
+                break
+        return tuple([raw.chunk() for raw in found[::-1]]), tuple([raw.filled for raw in found[::-1]])
 
-    # An exception may come between any two lines below, by a signal too: what was written stays readable
-    # then, and the next call goes on.
-
-    def _turn(self) -> None:
-        """Lets the chunk that is written wait, and seals the oldest while enough frames stay raw."""
-        full, (_, chunk, count) = self._full, self._open
-        while full and len(full) * self.frames_per_chunk >= self.keep:
-            self._seal_oldest()
-        begun = self._begin()
-        full.append((chunk, count * self.frame_nbytes))
-        self._open = begun
-
-    def _seal_oldest(self) -> None:
-        chunk, nbytes = self._full[0]
-        chunk.seal(nbytes, self.dtype.itemsize)
-        self._full.popleft()
+    def ends_with(self, frames: NDArray[Any]) -> bool:
+        """Whether frames, C-contiguous, are the newest ones, bit for bit, and still raw: a memcmp."""
+        left = len(frames)
+        for raw in reversed(self._raw):
+            count = min(left, raw.filled)
+            if not raw.memory.startswith(
+                frames[left - count : left].data, (raw.filled - count) * self.frame_nbytes
+            ):
+                return False
+            left -= count
+            if not left:
+                return True
+        return False
 
     def seal(self) -> None:
-        """Seals all that was written; the next frame begins a chunk."""
-        if self._open[2]:
-            self._turn()
-        while self._full:
-            self._seal_oldest()
+        """Compresses all that was written; the next frame begins a chunk."""
+        for raw in self._raw:
+            raw.seal()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _new_writer, (self.shape, self.dtype, self.codec, self.frames_per_chunk, self.keep)
-
-
-def _new_writer(
-    shape: tuple[int, ...], dtype: np.dtype[Any], codec: Codec, frames_per_chunk: int, keep: int
-) -> ChunkWriter:
-    return ChunkWriter(shape, dtype, codec=codec, frames_per_chunk=frames_per_chunk, keep=keep)
+    def restart(self, number: int) -> None:
+        """Seals all, and goes on with another number: what was written is not compared with any more."""
+        self.seal()
+        self._restart = number
+        self._raw.clear()

@@ -32,11 +32,11 @@ class CompressedArray:
         """The dtype of the array, in native byte order."""
         raise NotImplementedError
 
-    def _pieces(self) -> Iterator[tuple[Chunk, Piece]]:
+    def pieces(self) -> Iterator[tuple[Chunk, Piece]]:
         """The chunks that hold the array's bytes, and which of them go where."""
         raise NotImplementedError
 
-    def _same_bytes(self, other: Any) -> bool:
+    def same_bytes(self, other: Any) -> bool:
         """Whether another object of the same class refers to the very same bytes."""
         raise NotImplementedError
 
@@ -63,7 +63,7 @@ class CompressedArray:
         resident.
         """
         share = 0.0
-        for chunk, (_, _, start, end) in self._pieces():
+        for chunk, (_, _, _, start, end) in self.pieces():
             share += (end - start) * (chunk.cbytes / chunk.nbytes if chunk.sealed else 1.0)
         return math.ceil(share)
 
@@ -90,9 +90,9 @@ class CompressedArray:
         out: NDArray[Any] = np.empty(self.shape, self.dtype)
         if out.size:
             wanted: dict[Chunk, list[Piece]] = {}
-            for chunk, piece in self._pieces():
+            for chunk, piece in self.pieces():
                 wanted.setdefault(chunk, []).append(piece)
-            read_pieces(wanted.items(), out.reshape(-1).view(np.uint8).data)
+            read_pieces(wanted.items(), [out.reshape(-1).view(np.uint8).data])
         return out if dtype is None else out.astype(dtype, copy=False)
 
     def __dlpack__(
@@ -128,7 +128,7 @@ class CompressedArray:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, type(self)):
-            if self._same_bytes(other) and self.dtype.kind != "f":  # a NaN is equal to nothing
+            if self.same_bytes(other) and self.dtype.kind != "f":  # a NaN is equal to nothing
                 return True
         elif not isinstance(other, (list, tuple)) and not hasattr(other, "__array__"):
             return NotImplemented

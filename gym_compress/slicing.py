@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Newest", "Slicing"]
+__all__ = ["Slicing"]
 
 # Along an axis of at most this many entries, "auto" looks for frames that were stacked.
 _MOST_SLICES = 16
-
-# Bytes into which the newest slices can move on before they are moved back.
-_MOST_ROOM = 2**20
 
 
 class Slicing:
@@ -34,14 +32,15 @@ class Slicing:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], stack_size: int | str, stack_axis: int
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], stack_size: int | str, stack_axis: int = 0
     ) -> None:
-        if not -len(shape) <= stack_axis < len(shape):
-            raise ValueError(f"stack_axis {stack_axis} does not exist in observations of shape {shape}")
-        axis = stack_axis % len(shape)
-        length = shape[axis]
         self.shape = shape
-        self.dtype = np.dtype(dtype.type)
+        self.dtype = np.dtype(dtype.type)  # in native byte order
+        self._stacked = shape or (1,)
+        if not -len(self._stacked) <= stack_axis < len(self._stacked):
+            raise ValueError(f"stack_axis {stack_axis} does not exist in observations of shape {shape}")
+        axis = stack_axis % len(self._stacked)
+        length = self._stacked[axis]
         if stack_size == "auto":
             self.count = length if axis == 0 and len(shape) >= 3 and 0 < length <= _MOST_SLICES else 1
             colours = 3 if self.count % 3 == 0 else 1
@@ -57,72 +56,26 @@ class Slicing:
             )
         # Observations are kept with the stacked axis first, cut into `count` slices.
         self.axis = axis if self.count > 1 else 0
-        self.moved = (length, *shape[:axis], *shape[axis + 1 :]) if self.axis else shape
-        self.slice_shape = (self.moved[0] // self.count, *self.moved[1:])
-        self.slice_nbytes = int(np.prod(self.slice_shape, dtype=np.int64)) * self.dtype.itemsize
+        others = self._stacked[: self.axis] + self._stacked[self.axis + 1 :]
+        self.slice_shape = (self._stacked[self.axis] // self.count, *others)
+        self.slice_nbytes = math.prod(self.slice_shape) * self.dtype.itemsize
         self.slices_per_frame = colours
         self.frame_nbytes = self.slice_nbytes * colours
         self.nbytes = self.slice_nbytes * self.count
 
-    def cut(self, observation: NDArray[Any]) -> NDArray[Any]:
-        """The slices of an observation, ``(count, *slice_shape)``; a view if they lie in that order."""
-        moved = np.moveaxis(observation, self.axis, 0) if self.axis else observation
-        return np.ascontiguousarray(moved).reshape(self.count, *self.slice_shape)
+    def cut(self, observations: NDArray[Any]) -> NDArray[Any]:
+        """The slices of observations ``(n, *shape)``: ``(n, count, *slice_shape)``, C-contiguous.
 
-    def join(self, moved: NDArray[Any]) -> NDArray[Any]:
-        """Observations in their own shape, from ones with the stacked axis first; a view."""
-        return np.moveaxis(moved, -len(self.shape), self.axis - len(self.shape)) if self.axis else moved
-
-
-class Newest:
-    """The slices of the newest observation of a stream, to find out what the next one shares with it.
-
-    Whoever pushes sets ``known`` when all that belongs to the observation is done: it is False meanwhile, and
-    stays so if an exception came, by a signal too; then nothing is shared.
-    """
-
-    def __init__(self, slicing: Slicing) -> None:
-        self.known = False
-        self._count: int = slicing.count
-        self._nbytes = slicing.slice_nbytes
-        self._shift = 1  # by how many slices observations moved on last
-        # slices one after another, up to an end that moves on
-        self._bytes, self._end = bytearray(slicing.nbytes + min(3 * slicing.nbytes, _MOST_ROOM)), 0
-
-    def moved(self, slices: NDArray[Any], *, likely: int | None = None) -> int:
-        """By how many slices an observation moved on from the newest one, bit for bit.
-
-        Args:
-            slices: The observation's slices, ``(count, *slice_shape)``, C-contiguous.
-            likely: What to try first, in place of what was so last.
-
-        Returns:
-            0 if it is the same, and the number of its slices if nothing is shared.
+        It is a view if they lie in that order.
         """
-        if self.known:
-            first = self._shift if likely is None else likely
-            if self._shares(slices, first):
-                return first
-            shift: int
-            for shift in (self._shift, *range(self._count)):
-                if self._shares(slices, shift):
-                    self._shift = shift or self._shift
-                    return shift
-        return self._count
+        if self.axis:
+            observations = np.moveaxis(observations, self.axis + 1, 1)
+        return np.ascontiguousarray(observations).reshape(len(observations), self.count, *self.slice_shape)
 
-    def _shares(self, slices: NDArray[Any], shift: int) -> bool:
-        """Whether the newest observation's slices but for the first ones begin an observation: a memcmp."""
-        kept = self._count - shift
-        return kept > 0 and self._bytes.startswith(slices[:kept].data, self._end - kept * self._nbytes)
-
-    def push(self, slices: NDArray[Any], count: int) -> None:
-        """Takes the last slices of an observation, those by which it moved on."""
-        self.known = False
-        new = slices[len(slices) - count :]
-        end = self._end + new.nbytes
-        if end > len(self._bytes):  # the others move to the front
-            end = self._count * self._nbytes
-            others = end - new.nbytes
-            self._bytes[:others] = self._bytes[self._end - others : self._end]
-        self._bytes[end - new.nbytes : end] = new.data
-        self._end = end
+    def join(self, slices: NDArray[Any]) -> NDArray[Any]:
+        """Observations ``(n, *shape)`` from slices as :meth:`cut` gives them; a view."""
+        if not self.axis:
+            return slices.reshape(len(slices), *self.shape)
+        others = self._stacked[: self.axis] + self._stacked[self.axis + 1 :]
+        stacked = slices.reshape(len(slices), self._stacked[self.axis], *others)
+        return np.moveaxis(stacked, 1, self.axis + 1)

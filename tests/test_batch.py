@@ -3,13 +3,13 @@ import threading
 
 import numpy as np
 import pytest
+from gym_compress.stream import FrameCompressor
 from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gym_compress.chunk
 from gym_compress import CompressedFrameStack, CompressedObservation, CompressObservation, decompress_batch
-from gym_compress.stream import FrameCompressor
 from tests.envs import AnyEnv, MovingSquare, assert_same, play
 
 MIXED = spaces.Dict(

@@ -7,6 +7,7 @@ import sys
 import gymnasium as gym
 import numpy as np
 import pytest
+from gym_compress.stream import FrameCompressor
 from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from gym_compress import (
     decompress_batch,
 )
 from gym_compress.observation import stack
-from gym_compress.stream import FrameCompressor
 from tests.envs import MovingSquare, assert_same, play
 
 arrays = hnp.arrays(

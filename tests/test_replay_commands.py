@@ -10,6 +10,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 import stable_baselines3 as sb3
+from gym_compress.cli import main
+from gym_compress.inspection import _newest
 from gymnasium import spaces
 from stable_baselines3.common import buffers
 from stable_baselines3.common.save_util import save_to_pkl
@@ -17,8 +19,6 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 import gym_compress.sb3 as ours
 from gym_compress import CompressedReplayBuffer
-from gym_compress.cli import main
-from gym_compress.inspection import _newest
 from tests.envs import assert_same
 from tests.replays import ACTIONS, STACKS, assert_holds, everything, feed, forge, made
 from tests.test_file import ATTACKS

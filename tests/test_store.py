@@ -3,13 +3,13 @@ import pickle
 
 import numpy as np
 import pytest
+from gym_compress.replay.leaves import make_store
 from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gym_compress.chunk
 from gym_compress import CompressedFrameStack, CompressedObservation, CompressObservation
-from gym_compress.replay.leaves import make_store
 from gym_compress.replay.store import ObservationStore, read_pair, read_stores
 from tests.envs import AnyEnv, MovingSquare, assert_same, play
 

@@ -11,7 +11,7 @@ from gymnasium.error import DependencyNotInstalled
 if find_spec("ray") is None:
     raise DependencyNotInstalled("Ray is not installed, run `pip install 'gym-compress[ray]'`")
 
-from gym_compress.ray.replay import ShardedReplay
+from gym_compress.ray.sharded import ShardedReplay
 from gym_compress.ray.writer import ReplayWriter
 
 __all__ = ["ReplayWriter", "ShardedReplay"]

@@ -14,11 +14,11 @@ from ray.exceptions import RayTaskError
 
 from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.replay.buffer import CompressedReplayBuffer
-from gym_compress.replay.checkpoint import arguments_of
-from gym_compress.replay.format import Mark, read_mark
-from gym_compress.replay.reading import FileReader
+from gym_compress.replay.file.checkpoint import arguments_of
+from gym_compress.replay.file.format import CheckpointId, read_checkpoint_id
+from gym_compress.replay.file.reader import FileReader
+from gym_compress.replay.file.writer import open_to_save
 from gym_compress.replay.samples import CompressedSamples
-from gym_compress.replay.writing import open_to_save
 
 __all__ = ["Shard", "answer", "check_ray"]
 
@@ -34,23 +34,19 @@ class ShardBuffer(CompressedReplayBuffer):
     """
 
     replay = ""
+    replaces_others = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.received: dict[str, int] = {}
 
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "replay": self.replay, "received": self.received}
+    def file_settings(self) -> dict[str, Any]:
+        """What a replay file says of the buffer."""
+        return {**super().file_settings(), "replay": self.replay, "received": self.received}
 
-    def _check_replaced(self, mark: Mark | None) -> None:
-        if mark is not None:
-            raise GymCompressError(
-                "The file was saved by another process since this shard loaded or saved it: load the folder "
-                "to go on with what that saved"
-            )
-
-    def _restore(self, settings: dict[str, Any]) -> None:
-        super()._restore(settings)
+    def restore(self, settings: dict[str, Any]) -> None:
+        """Restores what is no array and no chunk."""
+        super().restore(settings)
         self.replay, self.received = settings["replay"], settings["received"]
         if not all(type(number) is int for number in self.received.values()):
             raise CorruptDataError("what came from writers has no numbers")
@@ -72,7 +68,7 @@ class Shard:
         try:
             if path is not None:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
-            if path is None or not (origins or _mark(path)):
+            if path is None or not (origins or _checkpoint_id(path)):
                 self._buffer = ShardBuffer(**arguments_of(json.loads(settings)), device=None)
             elif _owner(path) in (replay, *origins):
                 self._buffer = ShardBuffer.load(path, device=None)
@@ -134,8 +130,8 @@ class Shard:
         buffer.save(self._path)
 
 
-def _mark(path: str) -> Mark | None:
-    """The mark of a file's checkpoint; None if there is none, or a first save was not completed.
+def _checkpoint_id(path: str) -> CheckpointId | None:
+    """What tells a file's checkpoint from others; None if there is none, or a first save was not completed.
 
     Raises:
         CorruptDataError, FileExistsError: If there is something else.
@@ -144,7 +140,7 @@ def _mark(path: str) -> Mark | None:
         return None
     try:
         with closing(open_to_save(path)) as connection:
-            return read_mark(connection)
+            return read_checkpoint_id(connection)
     except FileExistsError as error:
         if isinstance(error.__cause__, CorruptDataError):
             raise error.__cause__ from None

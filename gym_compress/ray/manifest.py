@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gym_compress.errors import CorruptDataError
-from gym_compress.replay.checkpoint import arguments_of
-from gym_compress.replay.format import refusing
+from gym_compress.replay.file.checkpoint import arguments_of
+from gym_compress.replay.file.format import as_corrupt
 from gym_compress.replay.settings import generator_from_json
 
 __all__ = ["MANIFEST", "read_manifest", "write_manifest"]
@@ -37,7 +37,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} holds no checkpoint: there is no {path.name}")
-    with refusing(f"{path} is not valid"):
+    with as_corrupt(f"{path} is not valid"):
         manifest: dict[str, Any] = json.loads(path.read_text())
         found = manifest.pop("format"), manifest.pop("version")
         if found != (_FORMAT, _VERSION):

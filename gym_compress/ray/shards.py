@@ -102,21 +102,21 @@ class Shards:
         asked = {i: self.actors[i].size.remote() for i, size in enumerate(self.sizes) if size is not None}
         for i, size in self.answers(asked).items():
             self.sizes[i] = size
-        self._wait_for_one(empty_too=True, left=lambda: False)
+        self._wait_for_one(empty_too=True, cancelled=lambda: False)
 
-    def wait_for_transitions(self, left: Callable[[], bool]) -> list[int | None]:
+    def wait_for_transitions(self, cancelled: Callable[[], bool]) -> list[int | None]:
         """Returns what :attr:`sizes` is when a shard is there that is not empty.
 
         Args:
-            left: Tells whether nobody waits for it any more.
+            cancelled: Tells whether nobody waits for it any more.
 
         Raises:
             ValueError: If all are there, and empty.
             GymCompressError: If none has answered for ``timeout`` seconds.
         """
-        return self._wait_for_one(empty_too=False, left=left)
+        return self._wait_for_one(empty_too=False, cancelled=cancelled)
 
-    def _wait_for_one(self, empty_too: bool, left: Callable[[], bool]) -> list[int | None]:
+    def _wait_for_one(self, empty_too: bool, cancelled: Callable[[], bool]) -> list[int | None]:
         end = time.monotonic() + self._timeout
         while True:
             self._poll()
@@ -129,7 +129,7 @@ class Shards:
                     f"Expected shards that hold transitions, but all {len(sizes)} are empty: nothing was "
                     "added yet, or they were restarted without a checkpoint"
                 )
-            if left() or time.monotonic() > end:
+            if cancelled() or time.monotonic() > end:
                 raise self._nobody("" if empty_too else " that holds transitions")
             time.sleep(_PAUSE)
 
@@ -152,7 +152,9 @@ class Shards:
                     _logger.warning("Shard %d is back, with %d transitions", i, size)
                     self.sizes[i] = size
 
-    def answers(self, asked: Mapping[int, Any], left: Callable[[], bool] = lambda: False) -> dict[int, Any]:
+    def answers(
+        self, asked: Mapping[int, Any], cancelled: Callable[[], bool] = lambda: False
+    ) -> dict[int, Any]:
         """What shards answered in time. One that did not is away until it answers.
 
         A second is enough if one has answered then. Else the first that answers tells how long it takes, and
@@ -160,7 +162,7 @@ class Shards:
 
         Args:
             asked: References to their answers, by shard.
-            left: Tells whether nobody waits for them any more.
+            cancelled: Tells whether nobody waits for them any more.
 
         Raises:
             GymCompressError: If none has answered for ``timeout`` seconds.
@@ -187,7 +189,7 @@ class Shards:
             self._poll()
             if any(size is not None for i, size in enumerate(self.sizes) if i not in waiting):
                 break  # another one is back
-            if left() or time.monotonic() > begin + self._timeout:
+            if cancelled() or time.monotonic() > begin + self._timeout:
                 for i in waiting:
                     self._lose(i)
                 raise self._nobody("")

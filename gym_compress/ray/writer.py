@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from gym_compress.errors import GymCompressError
 from gym_compress.ray.actor import answer, check_ray
 from gym_compress.replay.buffer import CompressedReplayBuffer
-from gym_compress.replay.checkpoint import arguments_of
+from gym_compress.replay.file.checkpoint import arguments_of
 from gym_compress.replay.samples import CompressedSamples
 
 __all__ = ["ReplayWriter"]

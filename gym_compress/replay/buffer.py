@@ -14,28 +14,26 @@ from numpy.typing import NDArray
 
 from gym_compress.codec import Codec
 from gym_compress.errors import positive
-from gym_compress.replay.checkpoint import SavedBuffer
-from gym_compress.replay.file import ReplayFile
-from gym_compress.replay.leaves import make_store, make_twin, write_row
-from gym_compress.replay.locks import fork_safe_lock, to_the_end
+from gym_compress.replay.file.checkpoint import CheckpointMixin
+from gym_compress.replay.locks import fork_safe_lock
 from gym_compress.replay.prefetch import Outputs, Prefetch
+from gym_compress.replay.samplers import Sequences, Uniform
 from gym_compress.replay.samples import (
     CompressedSamples,
     ReplaySamples,
-    gather,
     layout_of_samples,
+    make_samples,
     torch_device,
 )
-from gym_compress.replay.sequences import draw_starts, find_ends, follow
 from gym_compress.replay.settings import generator_from_json, generator_to_json
-from gym_compress.replay.store import ObservationStore
-from gym_compress.replay.transitions import action_dim, action_dtype, fit_batch, transition_arrays
-from gym_compress.tree import map_leaves, map_space
+from gym_compress.replay.store import Empty
+from gym_compress.replay.transitions import Compression, Transitions
+from gym_compress.tree import map_leaves
 
 __all__ = ["CompressedReplayBuffer"]
 
 
-class CompressedReplayBuffer(SavedBuffer):
+class CompressedReplayBuffer(CheckpointMixin):
     """Replay memory with compressed observations, in the place of SB3's and CleanRL's ``ReplayBuffer``.
 
     Call it as you call theirs. Frames that observations share are kept once, neighbouring frames are
@@ -74,7 +72,6 @@ class CompressedReplayBuffer(SavedBuffer):
         OSError: If the system refuses to make the file.
     """
 
-    _optional_arrays = ("ends",)
     _ahead: list[deque[_Draw]]  # what prefetching drew and nobody has taken
 
     def __init__(
@@ -95,38 +92,24 @@ class CompressedReplayBuffer(SavedBuffer):
         path: str | os.PathLike[str] | None = None,
     ) -> None:
         positive(buffer_size, "buffer_size"), positive(n_envs, "n_envs")
-        self.buffer_size = max(buffer_size // n_envs, 1)
+        table = Transitions(
+            max(buffer_size // n_envs, 1),
+            n_envs,
+            observation_space,
+            action_space,
+            Compression(stack_size, stack_axis, codec, frames_per_chunk),
+        )
+        self.use_table(table)
         self.observation_space = observation_space
         self.action_space = action_space
-        self.n_envs = n_envs
         self.optimize_memory_usage = optimize_memory_usage
         self.handle_timeout_termination = handle_timeout_termination
         self.device = torch_device(device)
-        self.pos = 0
-        self.full = False
-
-        rows = (self.buffer_size, n_envs)
-        self._compression = {
-            "stack_size": stack_size,
-            "stack_axis": stack_axis,
-            "codec": codec,
-            "frames_per_chunk": frames_per_chunk,
-        }
-        self.observations = map_space(
-            lambda leaf: make_store(*rows, leaf, **self._compression), observation_space
-        )
-        self.next_observations = map_leaves(make_twin, self.observations)
-        self.actions = np.zeros((*rows, action_dim(action_space)), action_dtype(action_space))
-        self.rewards = np.zeros(rows, np.float32)
-        self.dones = np.zeros(rows, np.float32)
-        self.timeouts = np.zeros(rows, np.float32)
-        # Whether the sequence of observations ends with a row: an episode's end, or a reset without one.
-        self._ends = np.zeros(rows, np.bool_)
         self._rng = np.random.default_rng(seed)
+        self._uniform = Uniform(table)
         self._set_up_threads()
         if path is not None:
-            self._checked_settings()  # what could not be saved is refused before the file is made
-            self._keep_in(ReplayFile.create(path))
+            self.create_file(path)
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment.
@@ -146,37 +129,11 @@ class CompressedReplayBuffer(SavedBuffer):
             OSError: If chunks are kept in a file, and the system refuses to write them. The buffer is as it
                 was then, too.
         """
-        row = self.pos
-        obs = map_leaves(self._fitted, self.observations, self._by_leaf(obs))
-        next_obs = map_leaves(self._fitted, self.next_observations, self._by_leaf(next_obs))
-        rest = transition_arrays(self, action, reward, done, infos)
-
-        with self._lock:
-            self._make_room()
-            # in a full buffer, a row would be old in part otherwise, and be sampled so
-            to_the_end(lambda: self._write_transition(row, obs, next_obs, rest))
-
-    def _write_transition(self, row: int, obs: Any, next_obs: Any, rest: tuple[Any, ...]) -> None:
-        map_leaves(lambda store, batch: write_row(store, row, batch), self.observations, obs)
-        map_leaves(lambda store, batch: write_row(store, row, batch), self.next_observations, next_obs)
-        self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
-        self._ends[row] = self.dones[row] != 0
-        before = (row - 1) % self.buffer_size
-        if self.size() and before != row and not self._ends[before].all():
-            self._ends[before] |= ~follow(self, before, row)
-        self.pos = (row + 1) % self.buffer_size
-        self.full |= self.pos == 0
-
-    def _fitted(self, store: Any, batch: Any) -> Any:
-        return fit_batch(batch, self.n_envs, store.shape[2:], store.dtype)
-
-    def _by_leaf(self, batch: Any) -> Any:
-        """A list of dicts or tuples as a dict or tuple of lists."""
-        if isinstance(self.observation_space, (spaces.Dict, spaces.Tuple)) and isinstance(batch, list):
-            if len(batch) != self.n_envs:
-                raise ValueError(f"Expected {self.n_envs} observations, one an environment, got {len(batch)}")
-            return map_leaves(lambda *leaves: list(leaves), *batch)
-        return batch
+        timeouts = self.handle_timeout_termination
+        transition = self.table.fit(obs, next_obs, action, reward, done, infos, timeouts=timeouts)
+        with self.lock:
+            self.make_room()
+            self.table.add(transition)
 
     def extend(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores several transitions of each environment: :meth:`add`'s arguments with an axis in front.
@@ -194,37 +151,10 @@ class CompressedReplayBuffer(SavedBuffer):
             following = map_leaves(lambda _, leaf, i=i: leaf[i], self.observations, next_obs)
             self.add(one, following, action[i], reward[i], done[i], infos[i])
 
-    def size(self) -> int:
-        """The number of rows that are filled; a row holds a transition of each environment."""
-        return self.buffer_size if self.full else self.pos
-
     def reset(self) -> None:
         """Empties the buffer."""
-
-        def clear(store: Any) -> None:
-            store.clear() if isinstance(store, ObservationStore) else store.fill(0)
-
-        with self._lock:
-            self.pos, self.full = 0, False
-            map_leaves(clear, self.next_observations)
-            map_leaves(clear, self.observations)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the transitions would take in arrays."""
-        return sum(value.nbytes for value in self._values())
-
-    @property
-    def cbytes(self) -> int:
-        """Bytes of the compressed chunks, the references to them, and the arrays."""
-        with self._lock:
-            return sum(getattr(value, "cbytes", value.nbytes) for value in self._values())
-
-    def _values(self) -> list[Any]:
-        values: list[Any] = [self.actions, self.rewards, self.dones, self.timeouts]
-        for tree in (self.observations, self.next_observations):
-            map_leaves(values.append, tree)
-        return values
+        with self.lock:
+            self.table.clear()
 
     def sample(self, batch_size: int, env: Any = None) -> ReplaySamples:
         """Draws transitions uniformly, with replacement.
@@ -237,16 +167,18 @@ class CompressedReplayBuffer(SavedBuffer):
             ValueError: If the buffer is empty, or ``batch_size`` is below 1.
         """
         positive(batch_size, "batch_size")
-        with self._lock:
-            return self._draw(batch_size, env)
+        with self.lock:
+            return self._gather(*self._uniform.draw(self._rng, batch_size), env)
 
-    def _draw(self, batch_size: int, env: Any = None, empty: Any = np.empty) -> ReplaySamples:
-        size = self.size()
-        if not size:
-            raise ValueError("Expected a buffer that holds transitions, but nothing was added yet")
-        rows = self._rng.integers(size, size=batch_size)
-        envs = self._rng.integers(self.n_envs, size=batch_size)
-        return gather(self, rows, envs, env, empty)
+    def _gather(
+        self, rows: NDArray[Any], envs: NDArray[Any], env: Any = None, empty: Empty = np.empty
+    ) -> ReplaySamples:
+        """The transitions in some places."""
+        table = self.table
+        arrays = {
+            name: getattr(table, name)[rows, envs] for name in ("actions", "rewards", "dones", "timeouts")
+        }
+        return make_samples(*table.gather(rows, envs, empty), arrays, env=env, device=self.device)
 
     def prefetch(self, batch_size: int, depth: int = 2) -> Prefetch[ReplaySamples]:
         """Draws batches ahead in a background thread, so that they are decoded while the network learns.
@@ -290,15 +222,15 @@ class CompressedReplayBuffer(SavedBuffer):
         positive(batch_size, "batch_size"), positive(depth, "depth")
 
         def make() -> tuple[ReplaySamples, _Draw]:
-            with self._lock:
+            with self.lock:
                 before = self._rng.bit_generator.state
-                batch = self._draw(batch_size, empty=outputs.empty)
+                batch = self._gather(*self._uniform.draw(self._rng, batch_size), empty=outputs.empty)
                 draw = before, self._rng.bit_generator.state
                 ahead.append(draw)
                 return batch, draw
 
         def give_back() -> None:
-            with self._lock:
+            with self.lock:
                 self._rng.bit_generator.state = _undrawn(self._rng, list(ahead))
                 ahead.clear()
                 self._ahead = [other for other in self._ahead if other is not ahead]
@@ -318,8 +250,8 @@ class CompressedReplayBuffer(SavedBuffer):
         Raises:
             IndexError: If an index leads to no transition.
         """
-        with self._lock:
-            return gather(self, *self._places(indices))
+        with self.lock:
+            return self._gather(*self._places(indices))
 
     def _places(self, indices: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """The rows and environments of transitions."""
@@ -334,6 +266,10 @@ class CompressedReplayBuffer(SavedBuffer):
                 f"Expected indices from 0 to {filled - 1}, got {indices.min()} to {indices.max()}"
             )
         rows, envs = np.divmod(indices, self.n_envs)
+        if not (valid := self.table.valid[rows, envs]).all():
+            raise IndexError(
+                f"Expected indices of transitions, got {indices[~valid][0]}, where there is none"
+            )
         return rows, envs
 
     def take(self, indices: Any) -> CompressedSamples:
@@ -350,18 +286,15 @@ class CompressedReplayBuffer(SavedBuffer):
             IndexError: If an index leads to no transition.
             CorruptDataError: If chunks are kept in a file, and it is damaged.
         """
-        with self._lock:
+        with self.lock:
             return self._take(*self._places(indices))
 
     def _take(self, rows: NDArray[Any], envs: NDArray[Any]) -> CompressedSamples:
-        arrays = {name: values[rows, envs] for name, values in self._row_arrays().items()}
-        images = [store.take(twin, rows, envs) for store, twin in self._pairs()]
-        return CompressedSamples(self._layout, arrays, images)
+        return CompressedSamples(self._layout, *self.table.take(rows, envs))
 
     @cached_property
     def _layout(self) -> str:
-        slicings = [store.slicing for store, _ in self._pairs()]
-        return layout_of_samples(self.observation_space, slicings)
+        return layout_of_samples(self.observation_space, [store.slicing for store, _ in self.table.stores])
 
     def adopt(self, samples: CompressedSamples) -> None:
         """Stores transitions that another buffer gave, with their chunks: nothing is decoded or encoded.
@@ -385,29 +318,16 @@ class CompressedReplayBuffer(SavedBuffer):
         if len(samples) % self.n_envs:
             raise ValueError(f"Expected rows of {self.n_envs} transitions, got {len(samples)} transitions")
         none = np.empty(0, np.int64)
-        samples._check(self._take(none, none))
-        beyond = max(len(samples) // self.n_envs - self.buffer_size, 0)
+        samples.check(self._take(none, none))
+        rows = len(samples) // self.n_envs
+        beyond = max(rows - self.buffer_size, 0)
         samples = samples.select(slice(beyond * self.n_envs, None))
-        if not len(samples):
+        if not rows:
             return
-        with self._lock:
-            self._make_room()
-            pos = (self.pos + beyond) % self.buffer_size
-            to_the_end(lambda: self._write_samples(pos, samples))
-
-    def _write_samples(self, pos: int, samples: CompressedSamples) -> None:
-        count, envs = np.divmod(np.arange(len(samples)), self.n_envs)
-        rows = (pos + count) % self.buffer_size
-        for (store, twin), image in zip(self._pairs(), samples._images, strict=True):
-            store.adopt(twin, rows, envs, image)
-        for name, values in self._row_arrays().items():
-            values[rows, envs] = samples._arrays[name]
-        self._ends[rows, envs] |= ~samples._followed(self.n_envs)
-        before = (pos - 1) % self.buffer_size
-        if self.size() and before not in rows and not self._ends[before].all():
-            self._ends[before] |= ~follow(self, before, pos, at_a_glance=True)
-        self.full |= pos + len(samples) // self.n_envs >= self.buffer_size
-        self.pos = int(rows[-1] + 1) % self.buffer_size
+        with self.lock:
+            self.make_room()
+            self.table.skip(beyond)
+            self.table.adopt(samples.arrays, samples.images, samples.followed(self.n_envs))
 
     def sample_sequences(self, batch_size: int, length: int) -> ReplaySamples:
         """Draws runs of transitions that follow each other, uniformly over all places where one can begin.
@@ -426,14 +346,12 @@ class CompressedReplayBuffer(SavedBuffer):
             ValueError: If no episode in the buffer is that long, or an argument is below 1.
         """
         positive(batch_size, "batch_size"), positive(length, "length")
-        with self._lock:
-            oldest = self.pos if self.full else 0
-            starts = draw_starts(self._rng, self._ends, self.size(), oldest, batch_size, length)
-            rows = (oldest + starts[:, :1] + np.arange(length)) % self.buffer_size
-            return gather(self, rows, np.broadcast_to(starts[:, 1:], rows.shape))
+        with self.lock:
+            return self._gather(*Sequences(self.table, length).draw(self._rng, batch_size))
 
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "generator": generator_to_json(self._generator())}
+    def file_settings(self) -> dict[str, Any]:
+        """What a replay file says of the buffer."""
+        return {**super().file_settings(), "generator": generator_to_json(self._generator())}
 
     def _generator(self) -> np.random.Generator:
         """The generator as it is if nothing was drawn ahead."""
@@ -442,22 +360,19 @@ class CompressedReplayBuffer(SavedBuffer):
         generator.bit_generator.state = _undrawn(self._rng, draws)
         return generator
 
-    def _row_arrays(self) -> dict[str, NDArray[Any]]:
-        return {**super()._row_arrays(), "ends": self._ends}
-
     @classmethod
-    def _check(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+    def check_loadable(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+        """Raises an error if the device is none."""
         torch_device(device)
 
-    def _restore(self, settings: dict[str, Any]) -> None:
-        if settings.get("generator") is not None:  # SB3's buffers have none of their own
+    def restore(self, settings: dict[str, Any]) -> None:
+        """Restores the generator; SB3's buffers have none of their own."""
+        if settings.get("generator") is not None:
             self._rng = generator_from_json(settings["generator"])
-        if "ends" not in settings["arrays"]:
-            self._ends = find_ends(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_ahead")}
-        with self._lock:
+        state = {name: value for name, value in self.__dict__.items() if name not in ("lock", "_ahead")}
+        with self.lock:
             return {**state, "_rng": self._generator()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -465,7 +380,7 @@ class CompressedReplayBuffer(SavedBuffer):
         self._set_up_threads()
 
     def _set_up_threads(self) -> None:
-        self._lock = fork_safe_lock()
+        self.lock = fork_safe_lock()
         self._ahead = []
 
 

@@ -1,13 +1,12 @@
-"""What neither a fork nor an interrupt leaves half done."""
+"""Locks that a fork does not leave locked."""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
-from collections.abc import Callable
 
-__all__ = ["fork_safe_lock", "to_the_end"]
+__all__ = ["fork_safe_lock"]
 
 _locks: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
 _held: list[threading.Lock] = []
@@ -22,25 +21,6 @@ def fork_safe_lock() -> threading.Lock:
     lock = threading.Lock()
     _locks.add(lock)
     return lock
-
-
-def to_the_end(work: Callable[[], None]) -> None:
-    """Does work that may be done again, until it is done; what interrupts it comes out then.
-
-    Raises:
-        BaseException: What came first; or an error that comes again, since the work cannot be done then.
-    """
-    first: BaseException | None = None
-    while True:
-        try:
-            work()
-            break
-        except BaseException as error:
-            if first is not None and isinstance(error, Exception):
-                raise
-            first = first or error
-    if first is not None:
-        raise first
 
 
 def _before() -> None:

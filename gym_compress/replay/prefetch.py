@@ -15,8 +15,6 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gym_compress.replay.locks import to_the_end
-
 __all__ = ["Outputs", "Prefetch"]
 
 T = TypeVar("T")
@@ -50,11 +48,11 @@ class Prefetch(Generic[T]):
         self._starting = threading.Lock()
         self._worker: _Worker[T] | None = None
         self._process: int | None = None  # the one that is in the block
-        self._left = False
+        self._cancelled = False
 
-    def left(self) -> bool:
+    def cancelled(self) -> bool:
         """Whether the block was left: items that are being made are not wanted any more."""
-        return self._left
+        return self._cancelled
 
     def __enter__(self) -> Self:
         if self._process is not None:
@@ -73,7 +71,7 @@ class Prefetch(Generic[T]):
             Exception: What was raised in the thread, once the items before it are taken. The next call tries
                 again.
         """
-        if self._process != os.getpid() or self._left:
+        if self._process != os.getpid() or self._cancelled:
             raise RuntimeError(
                 "Expected to be within a with block: 'with ... as batches', in the process that entered it"
             )
@@ -99,14 +97,11 @@ class Prefetch(Generic[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._left = True
+        self._cancelled = True
         if self._process == os.getpid():
-            to_the_end(self._leave)
-
-    def _leave(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
-        self._when_left()
+            if self._worker is not None:
+                self._worker.stop()
+            self._when_left()
 
 
 class _End:

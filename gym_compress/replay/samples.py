@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
-from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -17,29 +16,40 @@ from numpy.typing import NDArray
 
 from gym_compress.codec import Codec, check_encoded, decode
 from gym_compress.errors import CorruptDataError
-from gym_compress.replay.leaves import is_image
+from gym_compress.replay.index import ChunkIndex
 from gym_compress.replay.parcel import ImageParcel
 from gym_compress.replay.settings import space_from_json, space_to_json
-from gym_compress.replay.store import ObservationStore, read_pair
+from gym_compress.replay.store import Empty, read_references
 from gym_compress.slicing import Slicing
+from gym_compress.spaces import is_image
 from gym_compress.tree import map_leaves, map_space, replace_leaves
 
-__all__ = ["CompressedSamples", "ReplaySamples", "gather", "layout_of_samples", "torch_device"]
+__all__ = [
+    "CompressedSamples",
+    "ReplaySamples",
+    "layout_of_samples",
+    "make_samples",
+    "to_device",
+    "torch_device",
+]
 
 
 # What pickled samples are compressed with once more, on their way.
 _WIRE_CODEC = Codec("zstd", 1)
 
+_ALIGNED = 16  # bytes, where tensors begin that are moved to a device together
+
 
 class ReplaySamples(NamedTuple):
     """A batch of transitions: torch tensors on the buffer's device, or NumPy arrays if it has none.
+
+    All are C-contiguous, writable, and share memory with nothing.
 
     Attributes:
         observations: ``(batch_size, *observation)``, of the space's dtype; a dict or tuple of these for such
             a space.
         actions: ``(batch_size, action_dim)``.
-        next_observations: As ``observations``. In most batches of stacks both are views of one array, which
-            is not contiguous then: copy them before writing to them in place.
+        next_observations: As ``observations``.
         dones: ``(batch_size, 1)`` float32: 1 where the episode terminated, 0 also where a time limit ended it
             if the buffer handles timeouts.
         rewards: ``(batch_size, 1)`` float32.
@@ -75,7 +85,7 @@ class CompressedSamples:
         array([ 3., 50.,  3.], dtype=float32)
     """
 
-    __slots__ = ("_arrays", "_images", "_layout")
+    __slots__ = ("arrays", "images", "layout")
 
     def __init__(self, layout: str, arrays: dict[str, NDArray[Any]], images: list[ImageParcel]) -> None:
         """Made by replay memory; not meant to be called.
@@ -85,13 +95,13 @@ class CompressedSamples:
             arrays: What is kept as arrays, ``(n, ...)`` each, by the names of FORMAT.md.
             images: The leaves of observations that are images.
         """
-        self._layout = layout
-        self._arrays = arrays
-        self._images = images
+        self.layout = layout
+        self.arrays = arrays
+        self.images = images
 
     def __len__(self) -> int:
         """The number of transitions."""
-        return len(self._arrays["rewards"])
+        return len(self.arrays["rewards"])
 
     def decompress(self, device: Any = "auto") -> ReplaySamples:
         """Decodes all transitions, each chunk once.
@@ -103,11 +113,11 @@ class CompressedSamples:
         Raises:
             CorruptDataError: If a chunk cannot be decoded.
         """
-        (samples,) = self._decompress_parts(max(len(self), 1), device)
+        (samples,) = self.decompress_parts(max(len(self), 1), device)
         return samples
 
-    def _decompress_parts(
-        self, size: int, device: Any = "auto", empty: Callable[..., NDArray[Any]] = np.empty
+    def decompress_parts(
+        self, size: int, device: Any = "auto", empty: Empty = np.empty
     ) -> Iterator[ReplaySamples]:
         """Decodes the transitions in batches, one after another.
 
@@ -116,33 +126,15 @@ class CompressedSamples:
             device: As for :meth:`decompress`.
             empty: Makes the arrays of images, as NumPy's does.
         """
-        source = self._source(torch_device(device))
+        device = torch_device(device)
+        space, slicings = _reading(self.layout)
+        indexes = [image.indexed(slicing) for image, slicing in zip(self.images, slicings, strict=True)]
         for start in range(0, max(len(self), 1), size):
-            rows = np.arange(start, min(start + size, len(self)))
-            yield gather(source, rows, np.zeros_like(rows), empty=empty)
-
-    def _source(self, device: Any) -> Any:
-        """What :func:`gather` reads: a row for each transition, of one environment."""
-        space, slicings = _reading(self._layout)
-        pairs = iter([ObservationStore.of_parcel(*each) for each in zip(self._images, slicings, strict=True)])
-        numbers = count()
-
-        def leaf(leaf_space: spaces.Space[Any]) -> tuple[Any, Any]:
-            number = next(numbers)
-            if is_image(leaf_space):
-                return next(pairs)
-            both = (self._arrays[f"{name}.{number}"] for name in ("observations", "next_observations"))
-            ours, theirs = (values[:, None] for values in both)
-            return ours, theirs
-
-        leaves, stores = map_space(lambda _: None, space), map_space(leaf, space)
-        rest = {name: self._arrays[name][:, None] for name in ("actions", "rewards", "dones", "timeouts")}
-        return SimpleNamespace(
-            observations=map_leaves(lambda _, pair: pair[0], leaves, stores),
-            next_observations=map_leaves(lambda _, pair: pair[1], leaves, stores),
-            device=device,
-            **rest,
-        )
+            rows = slice(start, start + size)
+            images = zip(indexes, [image.references[:, rows] for image in self.images], strict=True)
+            arrays = {name: values[rows].copy() for name, values in self.arrays.items()}
+            obs, next_obs = _observations(space, images, arrays, empty)
+            yield make_samples(obs, next_obs, arrays, device=device)
 
     def select(self, indices: Any) -> Self:
         """Some of the transitions, in another order; the chunks remain.
@@ -150,19 +142,26 @@ class CompressedSamples:
         Args:
             indices: What NumPy takes as an index of an axis.
         """
-        arrays = {name: values[indices] for name, values in self._arrays.items()}
-        return type(self)(self._layout, arrays, [image.select(indices) for image in self._images])
+        arrays = {name: values[indices] for name, values in self.arrays.items()}
+        return type(self)(self.layout, arrays, [image.select(indices) for image in self.images])
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
         """The transitions of several, at least one and all of one kind, one after another."""
         if len(parts) == 1:
             return parts[0]
-        arrays = {name: np.concatenate([part._arrays[name] for part in parts]) for name in parts[0]._arrays}
-        images = zip(*(part._images for part in parts), strict=True)
-        return cls(parts[0]._layout, arrays, [ImageParcel.join(each) for each in images])
+        arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+        images = zip(*(part.images for part in parts), strict=True)
+        return cls(
+            parts[0].layout,
+            arrays,
+            [
+                ImageParcel.join(each, slicing)
+                for each, slicing in zip(images, _reading(parts[0].layout)[1], strict=True)
+            ],
+        )
 
-    def _followed(self, n_envs: int) -> NDArray[np.bool_]:
+    def followed(self, n_envs: int) -> NDArray[np.bool_]:
         """Where the observation of the next row is the next observation of a transition, in the same chunks.
 
         Args:
@@ -172,15 +171,15 @@ class CompressedSamples:
             ``(n,)`` bool; True for the last row.
         """
         followed = np.ones(len(self), np.bool_)
-        for image in self._images:
+        for image in self.images:
             followed[:-n_envs] &= image.followed(n_envs)
-        for name, values in self._arrays.items():
+        for name, values in self.arrays.items():
             if name.startswith("observations."):
-                pairs = zip(values[n_envs:], self._arrays[f"next_{name}"][:-n_envs], strict=True)
+                pairs = zip(values[n_envs:], self.arrays[f"next_{name}"][:-n_envs], strict=True)
                 followed[:-n_envs] &= np.array([a.tobytes() == b.tobytes() for a, b in pairs], np.bool_)
         return followed
 
-    def _check(self, like: Self) -> None:
+    def check(self, like: Self) -> None:
         """Checks that these are of the kind of others, and all that adopting relies on.
 
         Raises:
@@ -188,41 +187,41 @@ class CompressedSamples:
             CorruptDataError: If something is not as it must be.
         """
         ours, theirs = (
-            {name: (values.dtype, values.shape[1:]) for name, values in each._arrays.items()}
+            {name: (values.dtype, values.shape[1:]) for name, values in each.arrays.items()}
             for each in (self, like)
         )
-        if (self._layout, ours) != (like._layout, theirs):
-            ours, theirs = ours | json.loads(self._layout), theirs | json.loads(like._layout)
+        if (self.layout, ours) != (like.layout, theirs):
+            ours, theirs = ours | json.loads(self.layout), theirs | json.loads(like.layout)
             name = next(
                 name
-                for name in [*json.loads(like._layout), *theirs, *ours]
+                for name in [*json.loads(like.layout), *theirs, *ours]
                 if ours.get(name) != theirs.get(name)
             )
             raise ValueError(
                 f"Expected transitions with {name} {theirs.get(name)}, got {ours.get(name)}: both "
                 "buffers need the same spaces and stacks"
             )
-        _, slicings = _reading(self._layout)
-        if len(self._images) != len(slicings):
-            raise CorruptDataError(f"Expected {len(slicings)} images, got {len(self._images)}")
-        for image, slicing in zip(self._images, slicings, strict=True):
+        _, slicings = _reading(self.layout)
+        if len(self.images) != len(slicings):
+            raise CorruptDataError(f"Expected {len(slicings)} images, got {len(self.images)}")
+        for image, slicing in zip(self.images, slicings, strict=True):
             image.check(slicing)
-        counts = {len(values) for values in self._arrays.values()}
-        if counts | {image.references.shape[1] for image in self._images} != {len(self)}:
+        counts = {len(values) for values in self.arrays.values()}
+        if counts | {image.references.shape[1] for image in self.images} != {len(self)}:
             raise CorruptDataError("Parts of transitions differ in number")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # in one piece, into which others that pickle need not look; and since what LZ4 leaves, and what
         # chunks of one game have in common, makes half of it or more
         data = np.frombuffer(
-            pickle.dumps((self._layout, self._arrays, self._images), pickle.HIGHEST_PROTOCOL), np.uint8
+            pickle.dumps((self.layout, self.arrays, self.images), pickle.HIGHEST_PROTOCOL), np.uint8
         )
         encoded = _WIRE_CODEC.encode(data, 1)
         return _restore, (encoded, data.nbytes, zlib.crc32(encoded))
 
     def __repr__(self) -> str:
-        chunks = sum(len(image.contents) for image in self._images)
-        cbytes = sum(len(content) for image in self._images for content in image.contents)
+        chunks = sum(len(image.contents) for image in self.images)
+        cbytes = sum(len(content) for image in self.images for content in image.contents)
         return f"CompressedSamples({len(self)} transitions, {chunks} chunks of {cbytes} bytes)"
 
 
@@ -276,42 +275,75 @@ def _reading(layout: str) -> tuple[spaces.Space[Any], list[Slicing]]:
     return space, slicings
 
 
-def gather(
-    source: Any,
-    rows: NDArray[Any],
-    envs: NDArray[Any],
-    env: Any = None,
-    empty: Callable[..., NDArray[Any]] = np.empty,
+def _observations(
+    space: spaces.Space[Any],
+    images: Iterator[tuple[ChunkIndex, NDArray[np.int32]]],
+    arrays: Mapping[str, NDArray[Any]],
+    empty: Empty,
+) -> list[Any]:
+    """Observations and next observations of a space, from its images in their order, and arrays by name."""
+    numbers = count()
+
+    def leaf(leaf_space: spaces.Space[Any]) -> Sequence[NDArray[Any]]:
+        number = next(numbers)
+        if not is_image(leaf_space):
+            return [arrays[f"{name}.{number}"] for name in ("observations", "next_observations")]
+        index, references = next(images)
+        return read_references(index, np.zeros(references.size, np.int64), references.ravel(), 2, empty)
+
+    leaves, pairs = map_space(lambda _: None, space), map_space(leaf, space)
+    return [map_leaves(lambda _, pair, i=i: pair[i], leaves, pairs) for i in (0, 1)]
+
+
+def make_samples(
+    obs: Any, next_obs: Any, arrays: Mapping[str, NDArray[Any]], *, env: Any = None, device: Any = None
 ) -> ReplaySamples:
-    """The transitions in some places, decoded.
+    """A batch of transitions.
 
     Args:
-        source: What has ``observations``, ``next_observations``, ``actions``, ``rewards``, ``dones``,
-            ``timeouts`` and ``device`` as a buffer has them.
-        rows: Their rows, an array of any shape.
-        envs: Their environments, of the same shape.
+        obs: Observations.
+        next_obs: Next observations.
+        arrays: The other fields, with ``timeouts``, by the names of FORMAT.md.
         env: An SB3 ``VecNormalize`` to normalise observations and rewards with, or ``None``.
-        empty: Makes the arrays of images, as NumPy's does.
+        device: A torch device, or ``None`` for NumPy arrays.
     """
-    pairs = map_leaves(
-        lambda store, twin: read_pair(store, twin, rows, envs, empty),
-        source.observations,
-        source.next_observations,
-    )
-    obs, next_obs = (map_leaves(lambda _, pair, i=i: pair[i], source.observations, pairs) for i in (0, 1))
-    rewards = source.rewards[rows, envs][..., None]
+    rewards = arrays["rewards"][..., None]
     if env is not None:
         obs, next_obs = env.normalize_obs(obs), env.normalize_obs(next_obs)
         rewards = env.normalize_reward(rewards).astype(np.float32)
-    dones = (source.dones[rows, envs] * (1 - source.timeouts[rows, envs]))[..., None]
-    arrays = ReplaySamples(obs, source.actions[rows, envs], next_obs, dones, rewards)
-    if source.device is None:
-        return arrays
+    dones = (arrays["dones"] * (1 - arrays["timeouts"]))[..., None]
+    samples = ReplaySamples(obs, arrays["actions"], next_obs, dones, rewards)
+    return samples if device is None else ReplaySamples(*to_device(tuple(samples), device))
+
+
+def to_device(tree: Any, device: Any) -> Any:
+    """Arrays as torch tensors, which nothing shares.
+
+    On the CPU they are the arrays' memory; to another device, all go together in one transfer.
+    """
     import torch
 
-    return ReplaySamples(
-        *[map_leaves(lambda a: torch.from_numpy(a).to(source.device), array) for array in arrays]
-    )
+    tensors = map_leaves(torch.from_numpy, tree)
+    if device.type == "cpu":
+        return tensors
+    parts: list[NDArray[np.uint8]] = []
+    starts: list[int] = []
+
+    def pack(array: NDArray[Any]) -> None:
+        starts.append(sum(map(len, parts)))
+        parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        parts.append(np.zeros(-array.nbytes % _ALIGNED, np.uint8))
+
+    map_leaves(pack, tree)
+    moved = torch.from_numpy(np.concatenate(parts)).to(device)
+    place = iter(starts)
+
+    def unpack(tensor: Any) -> Any:
+        start = next(place)
+        part = moved[start : start + tensor.nbytes]
+        return part.view(tensor.dtype).view(tensor.shape).clone()
+
+    return map_leaves(unpack, tensors)
 
 
 def torch_device(device: Any) -> Any:

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from gym_compress.errors import CorruptDataError
-from gym_compress.observation import CompressedBox
+from gym_compress.spaces import CompressedBox
 
 __all__ = ["element_nbytes", "generator_from_json", "generator_to_json", "space_from_json", "space_to_json"]
 

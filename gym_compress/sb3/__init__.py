@@ -4,14 +4,14 @@ Hand them to an algorithm as ``replay_buffer_class=`` or ``rollout_buffer_class=
 ``np.random`` in SB3's order, so every batch, and all that is trained on it, equals SB3's own.
 """
 
-from gym_compress.sb3.callbacks import CheckpointReplayCallback
-from gym_compress.sb3.replay import (
+from gym_compress.sb3.buffers import (
     CompressedDictReplayBuffer,
     CompressedHerReplayBuffer,
     CompressedNStepReplayBuffer,
     CompressedReplayBuffer,
 )
-from gym_compress.sb3.rollout import CompressedDictRolloutBuffer, CompressedRolloutBuffer
+from gym_compress.sb3.callbacks import CheckpointReplayCallback
+from gym_compress.sb3.rollouts import CompressedDictRolloutBuffer, CompressedRolloutBuffer
 
 __all__ = [
     "CheckpointReplayCallback",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stable_baselines3.common.callbacks import CheckpointCallback
 
-from gym_compress.sb3.replay import SavedReplay
+from gym_compress.sb3.buffers import CompressedReplayBase
 
 __all__ = ["CheckpointReplayCallback"]
 
@@ -55,7 +55,7 @@ class CheckpointReplayCallback(CheckpointCallback):
     def _init_callback(self) -> None:
         super()._init_callback()
         buffer = getattr(self.model, "replay_buffer", None)
-        if not isinstance(buffer, SavedReplay):
+        if not isinstance(buffer, CompressedReplayBase):
             raise TypeError(
                 "CheckpointReplayCallback needs replay_buffer_class= with a buffer of gym_compress.sb3, "
                 f"actual: {type(buffer)}"

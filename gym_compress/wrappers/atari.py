@@ -8,9 +8,8 @@ import gymnasium as gym
 from gymnasium.wrappers import AtariPreprocessing
 
 from gym_compress.codec import Codec
-from gym_compress.observation import CompressedBox
-from gym_compress.stream import FrameCompressor
-from gym_compress.wrappers.compress import recorded
+from gym_compress.spaces import CompressedBox
+from gym_compress.wrappers.compress import compress, json_arguments, make_recorder
 
 __all__ = ["CompressedAtariPreprocessing"]
 
@@ -19,8 +18,8 @@ class CompressedAtariPreprocessing(AtariPreprocessing):
     """The preprocessing of Atari games by Machado et al. (2018), with compressed observations.
 
     All is as in :class:`gymnasium.wrappers.AtariPreprocessing`, which does the work, but an observation is a
-    :class:`gym_compress.CompressedObservation`. Put :class:`gym_compress.CompressedFrameStack` over it, and
-    stacks take its frames over.
+    :class:`gym_compress.CompressedObservation`. For stacks, put :class:`gym_compress.CompressedFrameStack`
+    over Gymnasium's ``AtariPreprocessing``.
 
     No vector version of the wrapper exists: ``ale_py.AtariVectorEnv`` preprocesses by itself.
 
@@ -75,7 +74,7 @@ class CompressedAtariPreprocessing(AtariPreprocessing):
         """
         gym.utils.RecordConstructorArgs.__init__(
             self,
-            **recorded(
+            **json_arguments(
                 noop_max=noop_max,
                 frame_skip=frame_skip,
                 screen_size=screen_size,
@@ -101,24 +100,24 @@ class CompressedAtariPreprocessing(AtariPreprocessing):
         )
         space = self.observation_space
         assert isinstance(space, gym.spaces.Box)
-        self._compress = FrameCompressor(space, codec=codec, frames_per_chunk=frames_per_chunk)
+        self._recorder = make_recorder(space, codec=codec, frames_per_chunk=frames_per_chunk)
         self.observation_space = CompressedBox.like(space)
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         """Takes ``frame_skip`` steps of the game; the observation is compressed."""
         observation, reward, terminated, truncated, info = super().step(action)
-        return self._compress(observation), reward, terminated, truncated, info
+        return compress(self._recorder, observation), reward, terminated, truncated, info
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Resets the game; the observation is compressed."""
         observation, info = super().reset(seed=seed, options=options)
-        return self._compress(observation), info
+        return compress(self._recorder, observation), info
 
     def close(self) -> None:
         """Closes the environment and compresses the newest observations, which were raw so far."""
         try:
-            self._compress.seal()
+            self._recorder.seal()
         finally:
             super().close()

@@ -7,15 +7,20 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 
-from gym_compress.codec import Codec
-from gym_compress.stream import FrameCompressor, compressed_space, compressors_of, seal_all
+from gym_compress.chunk import fit
+from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
+from gym_compress.observation import CompressedObservation
+from gym_compress.recorder import Recorder
+from gym_compress.slicing import Slicing
+from gym_compress.spaces import compressed_space, map_compressed
 from gym_compress.tree import map_leaves
 
-__all__ = ["CompressObservation", "recorded"]
+__all__ = ["CompressObservation", "compress", "json_arguments", "make_recorder"]
 
 
-def recorded(**arguments: Any) -> dict[str, Any]:
+def json_arguments(**arguments: Any) -> dict[str, Any]:
     """Arguments as ``env.spec``, which is written as JSON, records them: no codecs, no NumPy integers."""
     return {
         name: str(value)
@@ -25,6 +30,44 @@ def recorded(**arguments: Any) -> dict[str, Any]:
         else value
         for name, value in arguments.items()
     }
+
+
+def make_recorder(
+    space: spaces.Box,
+    stack_size: int | str = 1,
+    *,
+    codec: str | Codec,
+    frames_per_chunk: int | None,
+    quick: bool = False,
+) -> Recorder:
+    """Makes what records the observations of a Box.
+
+    Args:
+        space: The space of an observation.
+        stack_size: How many frames it stacks along its first axis, or ``"auto"`` to look for them.
+        codec: A :class:`gym_compress.Codec`, its string, or ``"auto"``.
+        frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
+        quick: Whether ``"auto"`` is to encode quickly, since several environments wait for it.
+    """
+    slicing = Slicing(space.shape, space.dtype, stack_size)
+    return Recorder(
+        slicing,
+        codec=resolve_codec(codec, slicing.frame_nbytes, quick=quick),
+        frames_per_chunk=resolve_frames_per_chunk(frames_per_chunk, slicing.frame_nbytes),
+    )
+
+
+def compress(recorder: Recorder | None, observation: Any) -> Any:
+    """Records an observation, if there is something to record it, or copies it.
+
+    Raises:
+        ValueError: If it does not fit the space.
+    """
+    if recorder is None:
+        return copy.deepcopy(observation)
+    slicing = recorder.slicing
+    recorder.record(slicing.cut(fit(observation, slicing.shape, slicing.dtype)[None])[0])
+    return CompressedObservation(*recorder.newest())
 
 
 class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.RecordConstructorArgs):
@@ -76,14 +119,14 @@ class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.Recor
             ValueError: If the codec is unknown or ``frames_per_chunk`` is below 1.
         """
         gym.utils.RecordConstructorArgs.__init__(
-            self, **recorded(codec=codec, frames_per_chunk=frames_per_chunk)
+            self, **json_arguments(codec=codec, frames_per_chunk=frames_per_chunk)
         )
         gym.ObservationWrapper.__init__(self, env)
-        self._compressors = compressors_of(
+        self._recorders = map_compressed(
+            lambda box: make_recorder(box, codec=codec, frames_per_chunk=frames_per_chunk),
             env.observation_space,
-            lambda box: FrameCompressor(box, codec=codec, frames_per_chunk=frames_per_chunk),
         )
-        self.observation_space = compressed_space(env.observation_space, self._compressors)
+        self.observation_space = compressed_space(env.observation_space, self._recorders)
 
     def observation(self, observation: Any) -> Any:
         """The observation with its leaves compressed.
@@ -91,15 +134,11 @@ class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.Recor
         Raises:
             ValueError: If a leaf does not fit its space.
         """
-        return map_leaves(_compress, self._compressors, observation)
+        return map_leaves(compress, self._recorders, observation)
 
     def close(self) -> None:
         """Closes the environment and compresses the newest observations, which were raw so far."""
         try:
-            seal_all(self._compressors)
+            map_leaves(lambda recorder: recorder and recorder.seal(), self._recorders)
         finally:
             super().close()
-
-
-def _compress(compressor: FrameCompressor | None, observation: Any) -> Any:
-    return copy.deepcopy(observation) if compressor is None else compressor(observation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable
 from typing import Any, SupportsFloat
 
 import gymnasium as gym
@@ -12,39 +11,80 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 from gymnasium.wrappers.utils import create_zero_array
+from numpy.typing import NDArray
 
 from gym_compress.chunk import fit
 from gym_compress.codec import Codec
-from gym_compress.observation import CompressedBox
-from gym_compress.stream import FrameCompressor, FrameStacker, compressed_space, compressors_of, seal_all
+from gym_compress.observation import CompressedObservation
+from gym_compress.spaces import compressed_space, map_compressed
 from gym_compress.tree import map_leaves, map_space
-from gym_compress.wrappers.compress import recorded
+from gym_compress.wrappers.compress import json_arguments, make_recorder
 
-__all__ = ["CompressedFrameStack", "ObservationStacker", "warn_if_compressed"]
+__all__ = ["CompressedFrameStack", "ObservationStacker"]
 
 
 class _PlainStacker:
-    """Stacks a leaf that is not compressed, as Gymnasium does; the counterpart of FrameStacker."""
+    """Stacks a leaf that is not compressed, as Gymnasium does."""
 
-    def __init__(self, space: spaces.Space[Any], stack_size: int, filler: Any) -> None:
+    def __init__(self, space: spaces.Space[Any], stack_size: int) -> None:
         self._space = space
-        self._queue = deque([filler] * stack_size, maxlen=stack_size)
+        self._queue: deque[Any] = deque(maxlen=stack_size)
         self._of_arrays = isinstance(create_empty_array(space, stack_size), np.ndarray)
 
-    def take(self, observation: Any) -> Any:
-        """A copy of an observation; ValueError if it cannot be stacked."""
+    def accept(self, observation: Any) -> Any:
         if self._of_arrays and self._space.shape is not None and self._space.dtype is not None:
             return np.array(fit(observation, self._space.shape, self._space.dtype))
         return copy.deepcopy(observation)
 
-    def fill(self, filler: Any) -> None:
-        self._queue.extend([filler] * len(self._queue))
+    def restart(self, filler: Any, observation: Any) -> Any:
+        self._queue.extend([filler] * (self._queue.maxlen or 0))
+        return self.push(observation)
 
     def push(self, observation: Any) -> Any:
         self._queue.append(observation)
         out: Any = create_empty_array(self._space, len(self._queue))
         stacked = concatenate(self._space, self._queue, out)
         return stacked if self._of_arrays else copy.deepcopy(stacked)
+
+    def seal(self) -> None:
+        pass
+
+
+class _FrameStacker:
+    """Stacks a leaf by recording it: a stack is what was recorded last."""
+
+    def __init__(self, space: spaces.Box, stack_size: int, **compression: Any) -> None:
+        self._shape, self._dtype = space.shape, np.dtype(space.dtype.type)
+        stacks: Any = batch_space(space, stack_size)
+        self._recorder = make_recorder(stacks, stack_size, **compression)
+
+    def accept(self, observation: Any) -> NDArray[Any]:
+        return fit(observation, self._shape, self._dtype)
+
+    def restart(self, filler: NDArray[Any], observation: NDArray[Any]) -> CompressedObservation:
+        slicing = self._recorder.slicing
+        stack: NDArray[Any] = np.empty((1, *slicing.shape), slicing.dtype)
+        stack[0, :-1], stack[0, -1] = filler, observation
+        self._recorder.record(slicing.cut(stack)[0])
+        return self._stacked()
+
+    def push(self, observation: NDArray[Any]) -> CompressedObservation:
+        self._recorder.push(observation[None])
+        return self._stacked()
+
+    def _stacked(self) -> CompressedObservation:
+        return CompressedObservation(*self._recorder.newest())
+
+    def seal(self) -> None:
+        self._recorder.seal()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "newest": np.asarray(self._stacked())}  # which the recorder's copy lacks
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        newest = state.pop("newest")
+        self.__dict__.update(state)
+        self._recorder.record(self._recorder.slicing.cut(newest[None])[0])
 
 
 class ObservationStacker:
@@ -54,7 +94,7 @@ class ObservationStacker:
         space: The observation space.
         stack_size: How many observations are stacked.
         padding_type: ``"reset"``, ``"zero"`` or an observation, see :class:`CompressedFrameStack`.
-        make: Makes what compresses a leaf of the space, which keeps as many frames raw as are stacked.
+        compression: How leaves are compressed, see :func:`gym_compress.wrappers.compress.make_recorder`.
 
     Raises:
         TypeError: If ``stack_size`` is no integer, or the observation space is of another kind.
@@ -66,7 +106,7 @@ class ObservationStacker:
         space: spaces.Space[Any],
         stack_size: int,
         padding_type: str | Any,
-        make: Callable[[spaces.Box], FrameCompressor],
+        **compression: Any,
     ) -> None:
         if not np.issubdtype(type(stack_size), np.integer):
             raise TypeError(f"The stack_size is expected to be an integer, actual type: {type(stack_size)}")
@@ -86,65 +126,39 @@ class ObservationStacker:
             )
         self.stack_size = int(stack_size)
         self.padding_type: str = padding_type
-        self.compressors = compressors_of(space, make)
-        self._padding = map_leaves(_pad, self.compressors, padding)
-        self._stackers = map_leaves(
-            self._stacker, self.compressors, map_space(lambda sub: sub, space), self._padding
+        # a tree of the space: what stacks a leaf if it is compressed, else None
+        self.compressed = map_compressed(
+            lambda box: _FrameStacker(box, self.stack_size, **compression), space
         )
-        self.observation_space = compressed_space(batch_space(space, n=self.stack_size), self.compressors)
+        self._stackers = map_leaves(
+            lambda stacker, leaf: stacker or _PlainStacker(leaf, self.stack_size),
+            self.compressed,
+            map_space(lambda leaf: leaf, space),
+        )
+        self._padding = self.accept(copy.deepcopy(padding))
+        self.restart(self._padding)
+        self.observation_space = compressed_space(batch_space(space, n=self.stack_size), self.compressed)
 
-    def _stacker(
-        self, compressor: FrameCompressor | None, space: spaces.Space[Any], padding: Any
-    ) -> FrameStacker | _PlainStacker:
-        if compressor is None:
-            return _PlainStacker(space, self.stack_size, padding)
-        return FrameStacker(compressor, self.stack_size, padding)
-
-    def take(self, observation: Any) -> Any:
-        """An observation as it can be stacked: compressed, or a copy.
+    def accept(self, observation: Any) -> Any:
+        """An observation as it can be stacked at once; nothing changes yet.
 
         Raises:
             ValueError: If it does not fit the space.
         """
-        return map_leaves(_take, self._stackers, observation)
+        return map_leaves(lambda stacker, leaf: stacker.accept(leaf), self._stackers, observation)
 
     def push(self, frame: Any) -> Any:
-        """Appends what :meth:`take` gave, drops the oldest, and returns the stack."""
-        return map_leaves(_push, self._stackers, frame)
+        """Appends what :meth:`accept` gave, drops the oldest, and returns the stack."""
+        return map_leaves(lambda stacker, leaf: stacker.push(leaf), self._stackers, frame)
 
     def restart(self, frame: Any) -> Any:
         """Fills the stack with the padding, and appends the first observation of an episode."""
-        map_leaves(_fill, self._stackers, frame if self.padding_type == "reset" else self._padding)
-        return self.push(frame)
+        filler = frame if self.padding_type == "reset" else self._padding
+        return map_leaves(lambda stacker, *leaves: stacker.restart(*leaves), self._stackers, filler, frame)
 
     def seal(self) -> None:
         """Compresses the frames that are raw so far."""
-        seal_all(self.compressors)
-
-
-def warn_if_compressed(space: spaces.Space[Any], codec: str | Codec, frames_per_chunk: int | None) -> None:
-    """Warns if arguments have no effect, since observations are compressed already."""
-    if isinstance(space, CompressedBox) and (codec != "auto" or frames_per_chunk is not None):
-        gym.logger.warn(
-            "The observations are compressed already and taken over as they are: give codec and "
-            "frames_per_chunk to the wrapper that compresses them"
-        )
-
-
-def _pad(compressor: FrameCompressor | None, observation: Any) -> Any:
-    return copy.deepcopy(observation) if compressor is None else compressor.alone(observation)
-
-
-def _take(stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:
-    return stacker.take(observation)
-
-
-def _fill(stacker: FrameStacker | _PlainStacker, filler: Any) -> None:
-    stacker.fill(filler)
-
-
-def _push(stacker: FrameStacker | _PlainStacker, observation: Any) -> Any:
-    return stacker.push(observation)
+        map_leaves(lambda stacker: stacker.seal(), self._stackers)
 
 
 class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstructorArgs):
@@ -153,8 +167,7 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
     The observations equal those of :class:`gymnasium.wrappers.FrameStackObservation`, but are
     :class:`gym_compress.CompressedObservation`: references to frames, of which neighbours share all but one.
     The same leaves of an observation are compressed as by :class:`gym_compress.CompressObservation`; the
-    others are stacked into arrays. Observations that are compressed already are taken over without encoding
-    them again.
+    others are stacked into arrays.
 
     A vector version of the wrapper exists: :class:`gym_compress.wrappers.vector.CompressedFrameStack`.
 
@@ -202,7 +215,7 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
         """
         gym.utils.RecordConstructorArgs.__init__(
             self,
-            **recorded(
+            **json_arguments(
                 stack_size=stack_size,
                 padding_type=padding_type,
                 codec=codec,
@@ -210,12 +223,8 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
             ),
         )
         gym.Wrapper.__init__(self, env)
-        warn_if_compressed(env.observation_space, codec, frames_per_chunk)
         self._stack = ObservationStacker(
-            env.observation_space,
-            stack_size,
-            padding_type,
-            lambda box: FrameCompressor(box, codec=codec, frames_per_chunk=frames_per_chunk, keep=stack_size),
+            env.observation_space, stack_size, padding_type, codec=codec, frames_per_chunk=frames_per_chunk
         )
         self.stack_size: int = self._stack.stack_size
         self.padding_type: str = self._stack.padding_type
@@ -228,7 +237,7 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
             ValueError: If the observation does not fit the environment's observation space.
         """
         observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._stack.push(self._stack.take(observation)), reward, terminated, truncated, info
+        return self._stack.push(self._stack.accept(observation)), reward, terminated, truncated, info
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -239,7 +248,7 @@ class CompressedFrameStack(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordCons
             ValueError: If the observation does not fit the environment's observation space.
         """
         observation, info = self.env.reset(seed=seed, options=options)
-        return self._stack.restart(self._stack.take(observation)), info
+        return self._stack.restart(self._stack.accept(observation)), info
 
     def close(self) -> None:
         """Closes the environment and compresses the newest frames, which were raw so far."""

@@ -15,12 +15,13 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 from numpy.typing import NDArray
 
 from gym_compress.batch import CompressedBatch
-from gym_compress.codec import Codec, resolve_codec
-from gym_compress.stack_compressor import StackCompressor
-from gym_compress.stream import FrameCompressor, box_nbytes, compressed_space, compressors_of, seal_all
+from gym_compress.chunk import fit
+from gym_compress.codec import Codec
+from gym_compress.recorder import Recorder
+from gym_compress.spaces import compressed_space, map_compressed
 from gym_compress.tree import map_leaves, map_space, replace_leaves
-from gym_compress.wrappers.compress import recorded
-from gym_compress.wrappers.frame_stack import ObservationStacker, warn_if_compressed
+from gym_compress.wrappers.compress import compress, json_arguments, make_recorder
+from gym_compress.wrappers.frame_stack import ObservationStacker
 
 __all__ = ["CompressObservation", "CompressedFrameStack"]
 
@@ -31,7 +32,7 @@ class _VectorWrapper(VectorWrapper, gym.utils.RecordConstructorArgs):
     """What both wrappers have in common: whose observation a row is, and where an episode ended."""
 
     # there also where construction fails: Gymnasium up to 1.2 closes what is deleted
-    _compressors: Any = None
+    _recorders: Any = None
     _stacks: Sequence[ObservationStacker] = ()
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
@@ -153,17 +154,18 @@ class CompressObservation(_VectorWrapper):
                 ``frames_per_chunk`` is below 1, or the environment's autoreset mode is unknown.
         """
         gym.utils.RecordConstructorArgs.__init__(
-            self, **recorded(stack_size=stack_size, codec=codec, frames_per_chunk=frames_per_chunk)
+            self, **json_arguments(stack_size=stack_size, codec=codec, frames_per_chunk=frames_per_chunk)
         )
         super().__init__(env)
-        self._compressors = compressors_of(
+        self._recorders = map_compressed(
+            lambda box: [
+                make_recorder(box, stack_size, codec=codec, frames_per_chunk=frames_per_chunk, quick=True)
+                for _ in range(env.num_envs)
+            ],
             env.single_observation_space,
-            lambda box: StackCompressor(
-                box, env.num_envs, stack_size=stack_size, codec=codec, frames_per_chunk=frames_per_chunk
-            ),
         )
-        self.single_observation_space = compressed_space(env.single_observation_space, self._compressors)
-        self.observation_space = compressed_space(env.observation_space, self._compressors)
+        self.single_observation_space = compressed_space(env.single_observation_space, self._recorders)
+        self.observation_space = compressed_space(env.observation_space, self._recorders)
 
     def step(self, actions: Any) -> _Step:
         """Steps through the environments; observations are compressed.
@@ -175,7 +177,7 @@ class CompressObservation(_VectorWrapper):
         slots = self._slots(observations, infos)
         if "final_obs" in infos:
             final = {
-                row: map_leaves(partial(_alone, slot=slots[row]), self._compressors, last)
+                row: map_leaves(partial(_compress_one, slot=slots[row]), self._recorders, last)
                 for row, last in self._final(infos, np.logical_or(terminated, truncated)).items()
             }
             infos = _with_final(infos, final, len(slots))
@@ -187,22 +189,37 @@ class CompressObservation(_VectorWrapper):
         return self._compress(observations, self._slots(observations, infos)), infos
 
     def _compress(self, observations: Any, slots: Sequence[int]) -> Any:
-        def leaf(compressor: StackCompressor | None, batch: Any) -> Any:
-            return copy.deepcopy(batch) if compressor is None else compressor(batch, slots)
-
-        return map_leaves(leaf, self._compressors, observations)
+        return map_leaves(partial(_compress_batch, slots=slots), self._recorders, observations)
 
     def close(self, **kwargs: Any) -> None:
         """Closes the environments and compresses the newest observations, which were raw so far."""
         try:
-            seal_all(self._compressors)
+            map_leaves(_seal, self._recorders)
         finally:
             super().close(**kwargs)
 
 
-def _alone(compressor: StackCompressor | None, observation: Any, *, slot: int) -> Any:
-    """The observation of one environment, compressed."""
-    return copy.deepcopy(observation) if compressor is None else compressor.one(observation, slot)
+def _compress_batch(recorders: list[Recorder] | None, batch: Any, *, slots: Sequence[int]) -> Any:
+    """Records a leaf's observations, one of each of some environments."""
+    if recorders is None:
+        return copy.deepcopy(batch)
+    slicing = recorders[0].slicing
+    rows = slicing.cut(fit(batch, (len(slots), *slicing.shape), slicing.dtype))
+    newest = []
+    for slot, row in zip(slots, rows, strict=True):
+        recorders[slot].record(row)
+        newest.append(recorders[slot].newest())
+    return CompressedBatch(*zip(*newest, strict=True))
+
+
+def _compress_one(recorders: list[Recorder] | None, observation: Any, *, slot: int) -> Any:
+    """Records a leaf's observation of one environment."""
+    return compress(None if recorders is None else recorders[slot], observation)
+
+
+def _seal(recorders: list[Recorder] | None) -> None:
+    for recorder in recorders or ():
+        recorder.seal()
 
 
 class CompressedFrameStack(_VectorWrapper):
@@ -212,7 +229,7 @@ class CompressedFrameStack(_VectorWrapper):
     :class:`gymnasium.wrappers.FrameStackObservation`, whatever its autoreset mode: a stack never reaches over
     the end of an episode. A step gives a :class:`gym_compress.CompressedBatch`; leaves of Dict and Tuple
     observations that are not compressed, see :class:`gym_compress.CompressObservation`, are stacked into
-    arrays. Observations that are compressed already are taken over without encoding them again.
+    arrays.
 
     With ``AutoresetMode.SAME_STEP``, ``infos["final_obs"]`` holds stacks too. It is an array of objects, as
     Gymnasium's environments give, with None where no episode ended.
@@ -259,7 +276,7 @@ class CompressedFrameStack(_VectorWrapper):
         """
         gym.utils.RecordConstructorArgs.__init__(
             self,
-            **recorded(
+            **json_arguments(
                 stack_size=stack_size,
                 padding_type=padding_type,
                 codec=codec,
@@ -272,19 +289,14 @@ class CompressedFrameStack(_VectorWrapper):
                 f"{env} does not tell when it resets an environment whose episode ended: set its "
                 "metadata['autoreset_mode'] to a gymnasium.vector.AutoresetMode"
             )
-        warn_if_compressed(env.single_observation_space, codec, frames_per_chunk)
-
-        def make(box: spaces.Box) -> FrameCompressor:
-            chosen = resolve_codec(codec, box_nbytes(box), quick=True)
-            return FrameCompressor(box, codec=chosen, frames_per_chunk=frames_per_chunk, keep=stack_size)
-
+        compression = {"codec": codec, "frames_per_chunk": frames_per_chunk, "quick": True}
         self._stacks = [
-            ObservationStacker(env.single_observation_space, stack_size, padding_type, make)
+            ObservationStacker(env.single_observation_space, stack_size, padding_type, **compression)
             for _ in range(env.num_envs)
         ]
         self.stack_size: int = self._stacks[0].stack_size
         self.padding_type: str = self._stacks[0].padding_type
-        self._compressors = self._stacks[0].compressors
+        self._compressed = self._stacks[0].compressed
         # of each environment, whether its next observation begins an episode, and its newest stack
         self._begins = [True] * env.num_envs
         self._newest: list[Any] = [None] * env.num_envs
@@ -303,7 +315,7 @@ class CompressedFrameStack(_VectorWrapper):
 
         self.single_observation_space = self._stacks[0].observation_space
         self.observation_space = compressed_space(
-            replace_leaves(stacked, env.observation_space, self._stacked), self._compressors
+            replace_leaves(stacked, env.observation_space, self._stacked), self._compressed
         )
 
     def step(self, actions: Any) -> _Step:
@@ -322,11 +334,11 @@ class CompressedFrameStack(_VectorWrapper):
         # what fails below leaves a stack that begins anew, rather than one that reaches over an episode's end
         for slot, end in ends.items():
             self._begins[slot] = begins[slot] or (next_step and end)
-        # all is taken before anything is pushed, so an observation that does not fit changes no stack
+        # all is accepted before anything is pushed, so an observation that does not fit changes no stack
         has_final = same_step and "final_obs" in infos
         final = self._final(infos, ended) if has_final else {}
-        final = {row: self._stacks[slots[row]].take(last) for row, last in final.items()}
-        frames = self._take(observations, slots)
+        final = {row: self._stacks[slots[row]].accept(last) for row, last in final.items()}
+        frames = self._accept(observations, slots)
         if has_final:
             final = {row: self._moved(slots[row], frame, began[slots[row]]) for row, frame in final.items()}
             infos = _with_final(infos, final, len(slots))
@@ -350,18 +362,18 @@ class CompressedFrameStack(_VectorWrapper):
         resets = np.broadcast_to(mask, self.num_envs).tolist()
         resets = [reset or newest is None for reset, newest in zip(resets, self._newest, strict=True)]
         self._begins = [begins or reset for begins, reset in zip(self._begins, resets, strict=True)]
-        frames = self._take(observations, slots, resets)
+        frames = self._accept(observations, slots, resets)
         self._push(frames, dict.fromkeys(frames, True))
         for slot in frames:
             self._begins[slot] = False
         return self._batch(slots), infos
 
-    def _take(
+    def _accept(
         self, observations: Any, slots: Sequence[int], wanted: Sequence[bool] | None = None
     ) -> dict[int, Any]:
         """The observation of each environment, or of those that are wanted, as it can be stacked."""
         return {
-            slot: self._stacks[slot].take(self._row(observations, row))
+            slot: self._stacks[slot].accept(self._row(observations, row))
             for row, slot in enumerate(slots)
             if wanted is None or wanted[slot]
         }
@@ -377,13 +389,13 @@ class CompressedFrameStack(_VectorWrapper):
     def _batch(self, slots: Sequence[int]) -> Any:
         """The newest stacks of some environments."""
 
-        def leaf(compressor: Any, space: spaces.Space[Any], *stacks: Any) -> Any:
-            if compressor is not None:
-                return CompressedBatch._of(stacks)
+        def leaf(compressed: Any, space: spaces.Space[Any], *stacks: Any) -> Any:
+            if compressed is not None:
+                return CompressedBatch.of(stacks)
             out: Any = create_empty_array(space, len(stacks))
             return concatenate(space, stacks, out)
 
-        return map_leaves(leaf, self._compressors, self._stacked, *[self._newest[slot] for slot in slots])
+        return map_leaves(leaf, self._compressed, self._stacked, *[self._newest[slot] for slot in slots])
 
     def close(self, **kwargs: Any) -> None:
         """Closes the environments and compresses the newest frames, which were raw so far."""

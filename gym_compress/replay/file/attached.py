@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from gym_compress.chunk import Chunk
 from gym_compress.errors import GymCompressError
-from gym_compress.replay.format import Checkpoint, connect, errors_of, read_mark
-from gym_compress.replay.reading import FileReader, StoredChunk
-from gym_compress.replay.writing import Row, Writer, chunk_row, open_to_save, roll_back, writing
+from gym_compress.replay.file.format import Checkpoint, connect, read_checkpoint_id, translate_sqlite_errors
+from gym_compress.replay.file.reader import FileReader, StoredChunk
+from gym_compress.replay.file.writer import Row, Writer, chunk_row, open_to_save, writing
 
 __all__ = ["ReplayFile"]
 
@@ -51,13 +51,13 @@ class ReplayFile(FileReader):
         file = cls(Path(path).absolute())
         connection = open_to_save(path)
         try:
-            with errors_of(path):
+            with translate_sqlite_errors(path):
                 if connection.execute("SELECT count(*) FROM settings").fetchone() != (0,):
                     raise FileExistsError(
                         f"{path} is there already: go on with it by load(path, lazy=True), or move it away"
                     )
                 connection.execute("PRAGMA journal_mode = WAL")
-                file.checkpoint = Checkpoint(read_mark(connection))
+                file.checkpoint = Checkpoint(read_checkpoint_id(connection))
                 file._place = _place(file.path)
             file._hold()
         finally:
@@ -102,27 +102,19 @@ class ReplayFile(FileReader):
         """
         self._hold()
         reached = self.checkpoint.next_id
-        try:
-            with self._writing(self._publish_flush) as writer:
-                writer.insert(self._waiting.values())
-                writer.delete([id_ for id_ in self._dropped if id_ >= reached])
-                writer.set_mark(writer.found[0] if writer.found else 0)
-        finally:
-            self.end_transaction()
-
-    def end_transaction(self) -> None:
-        """Ends a transaction that an interrupted context manager may have left open."""
-        if self._held and self._connection is not None:
-            roll_back(self._connection)
+        with self._writing(self._publish_flush) as writer:
+            writer.insert(self._waiting.values())
+            writer.delete([id_ for id_ in self._dropped if id_ >= reached])
+            writer.set_checkpoint_id(writer.found_id[0] if writer.found_id else 0)
 
     def _publish_flush(self, writer: Writer) -> None:
-        self.checkpoint = self.checkpoint._replace(mark=writer.mark)
+        self.checkpoint = self.checkpoint._replace(id=writer.checkpoint_id)
         self._total, self._waiting = writer.total, {}
         self._dropped = [id_ for id_ in self._dropped if id_ < self.checkpoint.next_id]
 
     @contextmanager
     def saving(self, publish: Callable[[Writer], object]) -> Iterator[Writer]:
-        """A transaction that makes the next checkpoint, see :func:`writing`; what waits is written before."""
+        """A transaction that makes the next checkpoint of the file; what waits is written before."""
 
         def publish_all(writer: Writer) -> None:
             self.attach(writer.checkpoint)
@@ -133,10 +125,10 @@ class ReplayFile(FileReader):
         self._pragma("synchronous = FULL")
         try:
             with self._writing(publish_all) as writer:
+                writer.known = self.checkpoint
                 writer.delete(self._dropped)
                 yield writer
         finally:
-            self.end_transaction()
             self._pragma("synchronous = NORMAL")
         with suppress(OSError):  # then the next one does
             self._pragma("wal_checkpoint(PASSIVE)")
@@ -144,8 +136,8 @@ class ReplayFile(FileReader):
     @contextmanager
     def _writing(self, publish: Callable[[Writer], object]) -> Iterator[Writer]:
         self._check_place()
-        with writing(self._connected(), self.path, publish) as writer:
-            if writer.found != self.checkpoint.mark:
+        with writing(self.connected(), self.path, publish) as writer:
+            if writer.found_id != self.checkpoint.id:
                 raise GymCompressError(
                     f"{self.path} was written from elsewhere since this buffer wrote to it: save it to "
                     "another path, if it can still be read"
@@ -161,13 +153,13 @@ class ReplayFile(FileReader):
             )
 
     def _pragma(self, pragma: str) -> None:
-        with errors_of(self.path):
-            self._connected().execute(f"PRAGMA {pragma}")
+        with translate_sqlite_errors(self.path):
+            self.connected().execute(f"PRAGMA {pragma}")
 
     def _hold(self) -> None:
         """Begins to hold the file, if it is not held yet; what was read can be read on if that fails."""
         self.check_open()
-        if self._forked:
+        if self.forked:
             raise GymCompressError(
                 f"{self.path} can be written by the process that opened it, not by one forked from it"
             )
@@ -175,8 +167,8 @@ class ReplayFile(FileReader):
             return
 
         def publish(writer: Writer) -> None:
-            old, self._connection = self._connection, connection
-            self.checkpoint = self.checkpoint._replace(mark=writer.mark)
+            old, self.connection = self.connection, connection
+            self.checkpoint = self.checkpoint._replace(id=writer.checkpoint_id)
             self._held = True
             if old is not None and old is not connection:
                 old.close()
@@ -184,20 +176,20 @@ class ReplayFile(FileReader):
         self._check_place()
         connection = connect(self.path, "rw")
         try:
-            with errors_of(self.path):
+            with translate_sqlite_errors(self.path):
                 for pragma in ("secure_delete = OFF", "synchronous = NORMAL", f"wal_autocheckpoint = {_WAL}"):
                     connection.execute(f"PRAGMA {pragma}")
-                self._set_up(connection)
+                self.set_up(connection)
             with writing(connection, self.path, publish) as writer:
-                if writer.found != self.checkpoint.mark:
+                if writer.found_id != self.checkpoint.id:
                     raise GymCompressError(
                         f"{self.path} was saved from elsewhere since this buffer was loaded from it: save it "
                         "to another path, or load it again"
                     )
-                writer.go_on(self.checkpoint)
-                writer.set_mark(writer.found[0] if writer.found else 0)
+                writer.resume(self.checkpoint)
+                writer.set_checkpoint_id(writer.found_id[0] if writer.found_id else 0)
         finally:
-            if self._connection is not connection:
+            if self.connection is not connection:
                 connection.close()
 
 

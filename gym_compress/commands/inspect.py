@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from gym_compress.codec import decode
 from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.replay.buffer import CompressedReplayBuffer
-from gym_compress.replay.format import refusing
-from gym_compress.replay.reading import FileReader
+from gym_compress.replay.file.format import as_corrupt
+from gym_compress.replay.file.reader import FileReader
 from gym_compress.tree import map_leaves
 
 __all__ = ["draw_frames", "faults", "summary"]
@@ -39,6 +39,7 @@ def summary(path: Path) -> dict[str, str]:
     with CompressedReplayBuffer.load(path, device=None, lazy=True) as buffer:
         rows, capacity = buffer.size() * buffer.n_envs, buffer.buffer_size * buffer.n_envs
         raw = buffer.nbytes / capacity * rows
+        compression = buffer.table.compression._asdict()
         spaces = (buffer.observation_space, buffer.action_space)
     size = path.stat().st_size
     codecs = Counter(map(str, table.codecs))
@@ -50,7 +51,7 @@ def summary(path: Path) -> dict[str, str]:
         "actions": _line(spaces[1]),
         "chunks": f"{len(table.ids):,}, "
         + ", ".join(f"{n:,} by {codec}" for codec, n in codecs.most_common()),
-        "compression": ", ".join(f"{name}={value!r}" for name, value in buffer._compression.items()),
+        "compression": ", ".join(f"{name}={value!r}" for name, value in compression.items()),
         "in arrays": f"{raw:,.0f} bytes",
         "file": f"{size:,} bytes, {size / max(rows, 1):,.0f} a transition",
         "ratio": f"{raw / size:,.1f}x",
@@ -98,10 +99,8 @@ def _faults(path: Path, advance: Callable[[int, int], object]) -> Iterator[str]:
                 if isinstance(content, bytes):
                     decode(content, np.empty(chunk.nbytes, np.uint8))
             except CorruptDataError as error:
-                yield str(error)
-            except RuntimeError as error:
-                yield f"Blob {chunk.id} of {path} cannot be decoded: {error}"
-        with refusing(f"The settings of {path} are not valid"):
+                yield f"Blob {chunk.id} of {path}: {error}"
+        with as_corrupt(f"The settings of {path} are not valid"):
             blocks = [
                 (_line(name), operator.index(id_), expected)
                 for name, spec in settings["arrays"].items()
@@ -109,7 +108,7 @@ def _faults(path: Path, advance: Callable[[int, int], object]) -> Iterator[str]:
             ]
         for name, id_, expected in blocks:
             try:
-                with refusing(f"Block {id_!r} is none"):
+                with as_corrupt(f"Block {id_!r} is none"):
                     file.blob(id_, expected)
             except CorruptDataError as error:
                 yield f"{name}: {error}"

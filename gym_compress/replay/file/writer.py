@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gym_compress.chunk import MOST_SHIPPED
 from gym_compress.errors import CorruptDataError, GymCompressError
-from gym_compress.replay.format import (
+from gym_compress.replay.file.format import (
     APPLICATION_ID,
     BLOCK_CODEC,
-    MOST_CHUNK,
     MOST_ID,
     MOST_SETTINGS,
     PAGE,
@@ -29,21 +29,21 @@ from gym_compress.replay.format import (
     VERSION,
     Block,
     Checkpoint,
-    Mark,
+    CheckpointId,
     array_source,
     block_rows,
     check_schema,
     checksum,
     connect,
-    errors_of,
     little,
     read_application,
-    read_mark,
+    read_checkpoint_id,
     row_hash,
     signed,
+    translate_sqlite_errors,
 )
 
-__all__ = ["Row", "Writer", "chunk_row", "close_saved", "open_to_save", "roll_back", "writing"]
+__all__ = ["Row", "Writer", "chunk_row", "open_to_save", "roll_back", "saving", "writing"]
 
 _BATCH = 128  # chunks that are inserted together
 
@@ -67,7 +67,7 @@ def open_to_save(path: str | os.PathLike[str]) -> sqlite3.Connection:
     if sys.byteorder != "little":
         raise GymCompressError("Replay files can be written on little-endian machines only")
     try:
-        with errors_of(path):
+        with translate_sqlite_errors(path):
             connection = connect(path, "rwc")
             try:
                 _prepare(connection, path)
@@ -102,7 +102,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         roll_back(connection)
         raise
     connection.execute(SET_CACHE)
-    if read_mark(connection):
+    if read_checkpoint_id(connection):
         connection.execute("PRAGMA journal_mode = WAL")
     # else nobody reads it yet, and the first checkpoint is quicker written without
 
@@ -131,30 +131,68 @@ def writing(
         CorruptDataError: If the file is damaged.
     """
     writer = Writer(connection)
-    with errors_of(path):
+    with translate_sqlite_errors(path):
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, SQLITE_LENGTH)
         try:
             connection.execute("BEGIN IMMEDIATE")
-            writer.found = read_mark(connection)
+            writer.found_id = read_checkpoint_id(connection)
             yield writer
             connection.execute("COMMIT")
             publish(writer)
         except BaseException:
             roll_back(connection)
             with suppress(sqlite3.Error):
-                if writer.mark is not None and read_mark(connection) == writer.mark:
+                if (
+                    writer.checkpoint_id is not None
+                    and read_checkpoint_id(connection) == writer.checkpoint_id
+                ):
                     publish(writer)
             raise
 
 
-def close_saved(connection: sqlite3.Connection, path: str | os.PathLike[str], saved: bool) -> None:
-    """Closes what :func:`open_to_save` opened. A transaction that is open is rolled back."""
-    with errors_of(path):
-        if saved:
-            with suppress(sqlite3.OperationalError):  # then whoever comes next does
-                connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        connection.close()
+@contextmanager
+def saving(
+    path: str | os.PathLike[str],
+    known: Checkpoint,
+    publish: Callable[[Writer], object],
+    *,
+    replace: bool = True,
+) -> Iterator[Writer]:
+    """A transaction that makes the next checkpoint of a file, which is made if it is not there.
+
+    Args:
+        path: The file.
+        known: The checkpoint that memory knows: if it is the one that is there, the writer goes on with it,
+            and else begins anew.
+        publish: As for :func:`writing`.
+        replace: Whether another checkpoint may be replaced.
+
+    Raises:
+        GymCompressError: If another checkpoint is there that may not be replaced.
+        Exception: As :func:`open_to_save` and :func:`writing`.
+    """
+    connection = open_to_save(path)
+    saved = False
+    try:
+        with writing(connection, Path(path), publish) as writer:
+            if known.id and known.id == writer.found_id:
+                writer.resume(known)
+            elif writer.found_id and not replace:
+                raise GymCompressError(
+                    f"{path} was saved by another process since it was loaded or saved here: load it to go on "
+                    "with what that saved"
+                )
+            else:
+                writer.clear()
+            yield writer
+        saved = True
+    finally:
+        with translate_sqlite_errors(path):
+            if saved:
+                with suppress(sqlite3.OperationalError):  # then whoever comes next does
+                    connection.execute("PRAGMA journal_mode = WAL")
+                    connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            connection.close()
 
 
 def chunk_row(id_: int, stream: int, first: int, chunk: Any) -> Row:
@@ -169,8 +207,8 @@ def chunk_row(id_: int, stream: int, first: int, chunk: Any) -> Row:
     Raises:
         ValueError: If it is too large for a file.
     """
-    if chunk.nbytes > MOST_CHUNK:
-        raise ValueError(f"A chunk of {chunk.nbytes} bytes is too large for a file: {MOST_CHUNK} at most")
+    if chunk.nbytes > MOST_SHIPPED:
+        raise ValueError(f"A chunk of {chunk.nbytes} bytes is too large for a file: {MOST_SHIPPED} at most")
     content = chunk.content
     data = content if isinstance(content, bytes) else content.tobytes()
     return data, (id_, checksum(id_, data), stream, first, chunk.nbytes, str(chunk.codec))
@@ -180,28 +218,30 @@ class Writer:
     """What is done to a file within a transaction.
 
     Attributes:
-        found: The mark of the checkpoint that was there.
-        mark: The mark that the file gets.
+        found_id: What tells the checkpoint that was there from others.
+        checkpoint_id: The same of what the file gets.
         total: The sum of the hashes of all rows of chunks.
         next_id: The id that the next blob gets.
+        known: The checkpoint that is gone on with, if one is.
         checkpoint: The checkpoint that was written, once it is.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._rows: list[Row] = []
-        self.found: Mark | None = None
-        self.mark: Mark | None = None
+        self.found_id: CheckpointId | None = None
+        self.checkpoint_id: CheckpointId | None = None
         self.total = 0
         self.next_id = 1
+        self.known = Checkpoint()
         self.checkpoint = Checkpoint()
 
-    def go_on(self, checkpoint: Checkpoint) -> None:
+    def resume(self, checkpoint: Checkpoint) -> None:
         """Goes on with the checkpoint that is there. What was written ahead of the next one is deleted."""
         self.next_id = checkpoint.next_id
         for table in ("blobs", "chunks"):
             self._connection.execute(f"DELETE FROM {table} WHERE id >= ?", [checkpoint.next_id])
-        self.total = checkpoint.total
+        self.known, self.total = checkpoint, checkpoint.total
 
     def clear(self) -> None:
         """Deletes all."""
@@ -279,9 +319,9 @@ class Writer:
                 blocks.append(before[i])
                 gone.remove(before[i].id)
                 continue
-            if part.nbytes > MOST_CHUNK:
+            if part.nbytes > MOST_SHIPPED:
                 raise ValueError(
-                    f"Rows of {part.nbytes} bytes are too large for a file: {MOST_CHUNK} at most"
+                    f"Rows of {part.nbytes} bytes are too large for a file: {MOST_SHIPPED} at most"
                 )
             data = BLOCK_CODEC.encode(part, array.dtype.itemsize)
             id_, self.next_id = self.next_id, self.next_id + 1
@@ -296,10 +336,10 @@ class Writer:
         }
         return spec, blocks
 
-    def set_mark(self, digest: int) -> None:
+    def set_checkpoint_id(self, digest: int) -> None:
         """Marks the file as written, so that nobody who had it open goes on with it unknowingly."""
-        self.mark = digest, secrets.randbits(62)
-        self._connection.execute("INSERT OR REPLACE INTO checkpoint VALUES (1, ?, ?)", self.mark)
+        self.checkpoint_id = digest, secrets.randbits(62)
+        self._connection.execute("INSERT OR REPLACE INTO checkpoint VALUES (1, ?, ?)", self.checkpoint_id)
 
     def finish(self, settings: dict[str, Any], blocks: dict[str, list[Block]]) -> None:
         """Makes all that is there the next checkpoint.
@@ -318,8 +358,8 @@ class Writer:
         own = checksum(1, data)
         self._connection.execute("INSERT OR REPLACE INTO settings VALUES (1, ?, ?)", [own, data])
         self._connection.execute(f"PRAGMA user_version = {VERSION}")  # of a file that an earlier one made
-        self.set_mark(signed(self.total + own))
-        self.checkpoint = Checkpoint(self.mark, self.total, self.next_id, blocks)
+        self.set_checkpoint_id(signed(self.total + own))
+        self.checkpoint = Checkpoint(self.checkpoint_id, self.total, self.next_id, blocks)
 
 
 def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,6 @@ from gym_compress.errors import CorruptDataError
 __all__ = [
     "APPLICATION_ID",
     "BLOCK_CODEC",
-    "MOST_CHUNK",
     "MOST_ID",
     "MOST_SETTINGS",
     "OVERHEAD",
@@ -33,25 +32,25 @@ __all__ = [
     "VERSION",
     "Block",
     "Checkpoint",
+    "CheckpointId",
     "ChunkTable",
-    "Mark",
     "array_source",
+    "as_corrupt",
     "block_rows",
     "check_schema",
     "checksum",
     "codec_of",
     "connect",
-    "errors_of",
     "little",
     "read_application",
-    "read_mark",
-    "refusing",
+    "read_checkpoint_id",
     "row_hash",
     "signed",
+    "translate_sqlite_errors",
 ]
 
 APPLICATION_ID = 0x47794D43  # "GyMC"
-VERSION = 2
+VERSION = 1
 SCHEMA = {
     "blobs": "CREATE TABLE blobs (id INTEGER PRIMARY KEY, data BLOB NOT NULL)",
     "chunks": "CREATE TABLE chunks (id INTEGER PRIMARY KEY, checksum INTEGER NOT NULL, "
@@ -66,7 +65,6 @@ _CACHE = 1000  # KiB of pages that a connection keeps
 _BUSY = 60.0  # seconds to wait for another process
 
 # Limits of FORMAT.md, in bytes.
-MOST_CHUNK = 2**27
 MOST_SETTINGS = 2**25
 MOST_ID = 2**62
 OVERHEAD = 1024  # of a blob beyond what it decodes to
@@ -120,7 +118,7 @@ class ChunkTable(NamedTuple):
 
 
 # What tells a checkpoint of a file from all others: its digest and a random number.
-Mark = tuple[int, int]
+CheckpointId = tuple[int, int]
 
 
 class Block(NamedTuple):
@@ -135,13 +133,13 @@ class Checkpoint(NamedTuple):
     """What is to be known of a checkpoint to go on with it; by default, that there is none.
 
     Attributes:
-        mark: What tells it from all others.
+        id: What tells it from all others.
         total: The sum of the hashes of its chunks.
         next_id: The first id that it does not reach.
         blocks: The blocks of its arrays.
     """
 
-    mark: Mark | None = None
+    id: CheckpointId | None = None
     total: int = 0
     next_id: int = 1
     blocks: Mapping[str, list[Block]] = MappingProxyType({})
@@ -170,7 +168,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
         raise CorruptDataError(f"{path} has other tables than a replay file has")
 
 
-def read_mark(connection: sqlite3.Connection) -> Mark | None:
+def read_checkpoint_id(connection: sqlite3.Connection) -> CheckpointId | None:
     """The mark of the checkpoint, or of what was written ahead of the first."""
     row = connection.execute("SELECT digest, owner FROM checkpoint WHERE id = 1").fetchone()
     return None if row is None else (row[0], row[1])
@@ -183,7 +181,7 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 @contextmanager
-def errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
+def translate_sqlite_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """SQLite's errors as OSError where the system is at fault, as CorruptDataError where the file is."""
     try:
         yield
@@ -199,7 +197,7 @@ def errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def refusing(message: str) -> Iterator[None]:
+def as_corrupt(message: str) -> Iterator[None]:
     """What Python and Gymnasium raise over values of a wrong kind, as CorruptDataError."""
     try:
         yield

@@ -15,13 +15,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from gym_compress.chunk import Chunk
+from gym_compress.chunk import MOST_SHIPPED, Chunk
 from gym_compress.codec import Codec, check_encoded, decode
 from gym_compress.errors import CorruptDataError, GymCompressError
-from gym_compress.replay.format import (
+from gym_compress.replay.file.format import (
     APPLICATION_ID,
     BLOCK_CODEC,
-    MOST_CHUNK,
     MOST_ID,
     MOST_SETTINGS,
     OVERHEAD,
@@ -31,18 +30,18 @@ from gym_compress.replay.format import (
     Checkpoint,
     ChunkTable,
     array_source,
+    as_corrupt,
     block_rows,
     check_schema,
     checksum,
     codec_of,
     connect,
-    errors_of,
     little,
     read_application,
-    read_mark,
-    refusing,
+    read_checkpoint_id,
     row_hash,
     signed,
+    translate_sqlite_errors,
 )
 
 __all__ = ["FileReader", "StoredChunk"]
@@ -88,9 +87,9 @@ class FileReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoint = Checkpoint()
-        self._connection: sqlite3.Connection | None = None
+        self.connection: sqlite3.Connection | None = None
         self._closed = False
-        self._forked = False  # whether this process was forked from the one that opened the file
+        self.forked = False  # whether this process was forked from the one that opened the file
         _files.add(self)
 
     @classmethod
@@ -107,7 +106,7 @@ class FileReader:
             raise FileNotFoundError(f"There is no file {path}")
         if file.path.is_dir():
             raise IsADirectoryError(f"{path} is a folder, expected a replay file")
-        with errors_of(file.path):
+        with translate_sqlite_errors(file.path):
             try:
                 file._begin("rw")
             except sqlite3.OperationalError as error:
@@ -121,7 +120,7 @@ class FileReader:
         """Connects; from now on, what is read is of one checkpoint."""
         connection = connect(self.path, mode)
         try:
-            self._set_up(connection)
+            self.set_up(connection)
             if read_application(connection) != APPLICATION_ID:
                 raise CorruptDataError(f"{self.path} is not a replay file")
             with suppress(sqlite3.OperationalError):  # a file that cannot be written is read as it is
@@ -130,9 +129,9 @@ class FileReader:
             connection.execute(SET_CACHE)
             connection.execute("BEGIN")
             check_schema(connection, self.path)
-            mark = read_mark(connection)
-            before = self.checkpoint.mark
-            if self._forked and (mark and mark[0]) != (before and before[0]):
+            id_ = read_checkpoint_id(connection)
+            before = self.checkpoint.id
+            if self.forked and (id_ and id_[0]) != (before and before[0]):
                 raise GymCompressError(
                     f"{self.path} was saved since it was opened, and this forked process cannot see what "
                     "it was before: load it in this process"
@@ -140,10 +139,10 @@ class FileReader:
         except BaseException:
             connection.close()
             raise
-        self._connection, self.checkpoint = connection, self.checkpoint._replace(mark=mark)
+        self.connection, self.checkpoint = connection, self.checkpoint._replace(id=id_)
 
     @staticmethod
-    def _set_up(connection: sqlite3.Connection) -> None:
+    def set_up(connection: sqlite3.Connection) -> None:
         """Guards against what a file may do to its reader, before anything is read."""
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_SETTINGS)
         for pragma in ("cell_size_check = ON", "trusted_schema = OFF"):
@@ -167,9 +166,9 @@ class FileReader:
     def close(self) -> None:
         """Closes the file; what was not saved is lost."""
         self._closed = True
-        connection, self._connection = self._connection, None
+        connection, self.connection = self.connection, None
         if connection is not None:
-            with errors_of(self.path):
+            with translate_sqlite_errors(self.path):
                 connection.close()
 
     def check_open(self) -> None:
@@ -177,13 +176,13 @@ class FileReader:
         if self._closed:
             raise ValueError(f"{self.path} is closed")
 
-    def _connected(self) -> sqlite3.Connection:
+    def connected(self) -> sqlite3.Connection:
         self.check_open()
-        if self._connection is None:  # in a forked process
-            with errors_of(self.path):
+        if self.connection is None:  # in a forked process
+            with translate_sqlite_errors(self.path):
                 self._begin("rw")
-        assert self._connection is not None
-        return self._connection
+        assert self.connection is not None
+        return self.connection
 
     def read_checkpoint(self) -> tuple[dict[str, Any], ChunkTable]:
         """The settings, and what there is to know of the chunks.
@@ -191,10 +190,10 @@ class FileReader:
         Raises:
             CorruptDataError: If there is no checkpoint, or it is damaged.
         """
-        with errors_of(self.path):
-            connection, mark = self._connected(), self.checkpoint.mark
+        with translate_sqlite_errors(self.path):
+            connection, id_ = self.connected(), self.checkpoint.id
             row = connection.execute("SELECT checksum, data FROM settings WHERE id = 1").fetchone()
-            if row is None or mark is None:
+            if row is None or id_ is None:
                 raise CorruptDataError(
                     f"{self.path} holds no checkpoint, since its first save was not completed: nothing is in "
                     "it, and it can be deleted or saved over"
@@ -202,17 +201,17 @@ class FileReader:
             expected, data = row
             if not isinstance(data, bytes) or checksum(1, data) != expected:
                 raise CorruptDataError(f"The settings of {self.path} do not have their checksum")
-            with refusing(f"The settings of {self.path} are not valid"):
+            with as_corrupt(f"The settings of {self.path} are not valid"):
                 settings = json.loads(data)
                 next_id = settings["next_id"]
                 if type(next_id) is not int or not 0 < next_id <= MOST_ID:
                     raise CorruptDataError(f"next_id is {next_id!r}")
                 table, total = self._chunk_table(next_id)
-            if signed(total + expected) != mark[0]:
+            if signed(total + expected) != id_[0]:
                 raise CorruptDataError(
                     f"{self.path} has parts of different checkpoints, or lost some: its digest differs"
                 )
-            self.checkpoint = Checkpoint(mark, total, next_id)
+            self.checkpoint = Checkpoint(id_, total, next_id)
             return settings, table
 
     def _chunk_table(self, next_id: int) -> tuple[ChunkTable, int]:
@@ -229,11 +228,11 @@ class FileReader:
                 yield row[:5]
 
         # as long as a cursor is open, a connection closes in name only: an error would keep it
-        with closing(self._connected().execute(select, [next_id])) as rows:
+        with closing(self.connected().execute(select, [next_id])) as rows:
             found = np.fromiter(numbers(rows), np.dtype((np.int64, 5)))
         ids, checksums, streams, firsts, nbytes = found.T.copy()
         if len(ids) and not (
-            ids[0] > 0 and streams.min() >= 0 and 0 < nbytes.min() <= nbytes.max() <= MOST_CHUNK
+            ids[0] > 0 and streams.min() >= 0 and 0 < nbytes.min() <= nbytes.max() <= MOST_SHIPPED
         ):
             raise CorruptDataError(f"Ids, streams or sizes of the chunks of {self.path} are out of bounds")
         return ChunkTable(ids, checksums, streams, firsts, nbytes, codecs), total
@@ -244,8 +243,8 @@ class FileReader:
         Raises:
             CorruptDataError: If it cannot even look.
         """
-        with errors_of(self.path):
-            found = self._connected().execute("PRAGMA integrity_check").fetchall()
+        with translate_sqlite_errors(self.path):
+            found = self.connected().execute("PRAGMA integrity_check").fetchall()
         return [f"{self.path}: {line}" for (text,) in found for line in text.splitlines() if line != "ok"]
 
     def blob(self, id_: int, expected: int, most: int = SQLITE_LENGTH) -> bytes:
@@ -259,8 +258,8 @@ class FileReader:
         Raises:
             CorruptDataError: If they are not there, too many, or have another checksum.
         """
-        with errors_of(self.path):
-            connection = self._connected()
+        with translate_sqlite_errors(self.path):
+            connection = self.connected()
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
             row = connection.execute("SELECT data FROM blobs WHERE id = ?", [id_]).fetchone()
         return self._checked(id_, expected, row and row[0])
@@ -305,9 +304,9 @@ class FileReader:
         Raises:
             CorruptDataError: If one is damaged.
         """
-        with errors_of(self.path):
+        with translate_sqlite_errors(self.path):
             most = int(table.nbytes.max(initial=0)) + OVERHEAD
-            connection = self._connected()
+            connection = self.connected()
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
             select = "SELECT data FROM chunks LEFT JOIN blobs USING (id) WHERE id < ? ORDER BY id"
             with closing(connection.execute(select, [self.checkpoint.next_id])) as rows:
@@ -343,7 +342,7 @@ class FileReader:
         if (
             len(spec["blocks"]) != blocks
             or (blocks and spec["rows"] != rows)
-            or rows * row_nbytes > MOST_CHUNK
+            or rows * row_nbytes > MOST_SHIPPED
         ):
             raise CorruptDataError(f"{name} has other blocks than its shape asks for")
         return dtype
@@ -372,7 +371,7 @@ class FileReader:
             self._unpacked(id_, data, part.nbytes, BLOCK_CODEC)
             try:
                 decode(data, part)
-            except RuntimeError as error:
+            except CorruptDataError as error:
                 raise CorruptDataError(f"Blob {id_} of {self.path} cannot be decoded: {error}") from None
             blocks.append(Block(id_, expected, array_source(out, part)))
         return blocks
@@ -389,8 +388,8 @@ _abandoned: list[sqlite3.Connection | None] = []
 
 def _after_fork() -> None:
     for file in _files:
-        _abandoned.append(file._connection)
-        file._connection, file._forked = None, True
+        _abandoned.append(file.connection)
+        file.connection, file.forked = None, True
 
 
 if hasattr(os, "register_at_fork"):

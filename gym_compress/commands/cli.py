@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gym_compress.codec import resolve_codec, resolve_frames_per_chunk
-from gym_compress.compare import (
+from gym_compress.commands.compare import (
     DEFAULT_CODECS,
     CompareError,
     Row,
@@ -32,9 +32,9 @@ from gym_compress.compare import (
     record,
     report,
 )
-from gym_compress.conversion import from_arrays, from_pickle, to_npz
+from gym_compress.commands.convert import from_arrays, from_pickle, to_npz
+from gym_compress.commands.inspect import draw_frames, faults, summary
 from gym_compress.errors import GymCompressError
-from gym_compress.inspection import draw_frames, faults, summary
 
 __all__ = ["main"]
 

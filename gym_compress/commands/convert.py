@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gym_compress.errors import GymCompressError
 from gym_compress.replay.buffer import CompressedReplayBuffer
-from gym_compress.replay.checkpoint import SavedBuffer
+from gym_compress.replay.file.checkpoint import CheckpointMixin
 from gym_compress.tree import map_leaves
 
 __all__ = ["from_arrays", "from_pickle", "to_npz"]
@@ -190,7 +190,7 @@ def from_pickle(path: Path, out: Path, advance: Advance) -> None:
     except Exception as error:
         raise GymCompressError(f"{path} cannot be unpickled: {error}") from error
     with _whole(out) as part, _wrong_as_errors(f"{path} cannot be kept in {out}"):
-        if isinstance(buffer, SavedBuffer):
+        if isinstance(buffer, CheckpointMixin):
             buffer.save(part)
             return
         if not isinstance(buffer, buffers.ReplayBuffer):
@@ -211,7 +211,7 @@ def from_pickle(path: Path, out: Path, advance: Advance) -> None:
             kwargs["optimize_memory_usage"] = buffer.optimize_memory_usage
         transitions = buffer.buffer_size * buffer.n_envs
         made = cls(transitions, buffer.observation_space, buffer.action_space, device="cpu", **kwargs)
-        made._settings()  # what could not be saved is refused before the work
+        made.checked_settings()  # what could not be saved is refused before the work
         _fill(made, ours.CompressedDictReplayBuffer.add, _rows_of(buffer), advance)
         for name in ("ep_start", "ep_length", "_current_ep_start"):
             if hasattr(buffer, name):

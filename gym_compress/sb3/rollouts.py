@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from stable_baselines3.common import buffers
 
 from gym_compress.codec import Codec
 from gym_compress.replay.store import ObservationStore
-from gym_compress.sb3.common import Sized, with_stores
+from gym_compress.replay.transitions import Compression, make_leaves
 
 __all__ = ["CompressedDictRolloutBuffer", "CompressedRolloutBuffer"]
 
 
-class _CompressedRollout(Sized, buffers.RolloutBuffer):
+class _CompressedRollout(buffers.RolloutBuffer):
     """What the rollout buffers have in common: stores in the place of arrays, made anew for each rollout."""
 
     def __init__(
@@ -25,12 +26,7 @@ class _CompressedRollout(Sized, buffers.RolloutBuffer):
         frames_per_chunk: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._compression = {
-            "stack_size": stack_size,
-            "stack_axis": stack_axis,
-            "codec": codec,
-            "frames_per_chunk": frames_per_chunk,
-        }
+        self._compression = Compression(stack_size, stack_axis, codec, frames_per_chunk)
         super().__init__(*args, **kwargs)
 
     def reset(self) -> None:
@@ -43,7 +39,28 @@ class _CompressedRollout(Sized, buffers.RolloutBuffer):
             super().reset()
         finally:
             self.buffer_size = rows
-        with_stores(self, rows, self._compression)
+        for name, value in list(vars(self).items()):
+            if isinstance(value, np.ndarray):
+                setattr(self, name, np.zeros((rows, *value.shape[1:]), value.dtype))
+        self.observations = make_leaves(rows, self.n_envs, self.observation_space, self._compression)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that SB3's arrays would take."""
+        return sum(each.nbytes for each in self._kept())
+
+    @property
+    def cbytes(self) -> int:
+        """Bytes of the compressed chunks, the references to them, and the arrays."""
+        return sum(
+            each.cbytes if isinstance(each, ObservationStore) else each.nbytes for each in self._kept()
+        )
+
+    def _kept(self) -> list[Any]:
+        kept = [value for value in vars(self).values() if isinstance(value, np.ndarray)]
+        if isinstance(self.observations, dict):
+            return [*kept, *self.observations.values()]
+        return kept if isinstance(self.observations, np.ndarray) else [*kept, self.observations]
 
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from gym_compress.batch import decompress_batch
 from gym_compress.codec import resolve_codec
 from gym_compress.errors import GymCompressError
-from gym_compress.stream import worth_compressing
+from gym_compress.spaces import worth_compressing
 from gym_compress.wrappers.frame_stack import CompressedFrameStack
 
 __all__ = [

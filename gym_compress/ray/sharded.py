@@ -157,7 +157,7 @@ class ShardedReplay:
             "num_shards": num_shards,
             "buffer_size": buffer_size,
             "timeout": float(timeout),
-            "settings": {k: v for k, v in buffer._checked_settings().items() if k != "generator"},
+            "settings": {k: v for k, v in buffer.checked_settings().items() if k != "generator"},
         }
         path = None if folder is None else Path(folder).absolute()
         if path is not None:
@@ -309,11 +309,11 @@ class ShardedReplay:
 
         def drawn() -> Iterator[ReplaySamples]:
             self._shards.look()
-            asked = deque([self._ask(places, prefetch.left) for _ in range(_REQUESTS)])
+            asked = deque([self._ask(places, prefetch.cancelled) for _ in range(_REQUESTS)])
             while True:
-                samples = self._receive(asked.popleft(), prefetch.left)
-                asked.append(self._ask(places, prefetch.left))
-                yield from samples._decompress_parts(batch_size, self.device, outputs.empty)
+                samples = self._receive(asked.popleft(), prefetch.cancelled)
+                asked.append(self._ask(places, prefetch.cancelled))
+                yield from samples.decompress_parts(batch_size, self.device, outputs.empty)
 
         batches = drawn()
         making = fork_safe_lock()  # an interrupted start may have left a thread that makes one more
@@ -335,10 +335,10 @@ class ShardedReplay:
         prefetch = Prefetch(make, depth, taken=lambda _: None, when_left=when_left)
         return prefetch
 
-    def _ask(self, places: NDArray[np.int64], left: Callable[[], bool] = lambda: False) -> _Request:
+    def _ask(self, places: NDArray[np.int64], cancelled: Callable[[], bool] = lambda: False) -> _Request:
         """Draws transitions for some places of a batch, and asks the shards for them."""
         self._check_open()
-        known = self._shards.wait_for_transitions(left)
+        known = self._shards.wait_for_transitions(cancelled)
         sizes = np.array([size or 0 for size in known])
         with self._lock:
             drawn = self._rng.integers(sizes.sum(), size=len(places))
@@ -350,11 +350,11 @@ class ShardedReplay:
         references = {i: self.shards[i].take.remote(rows[own]) for i, own in there.items()}
         return _Request(references, {i: places[own] for i, own in there.items()})
 
-    def _receive(self, request: _Request, left: Callable[[], bool] = lambda: False) -> CompressedSamples:
+    def _receive(self, request: _Request, cancelled: Callable[[], bool] = lambda: False) -> CompressedSamples:
         """The transitions that were asked for; in place of those in shards that are away, others."""
         parts, order = [], []
         while True:
-            found = self._shards.answers(request.references, left)
+            found = self._shards.answers(request.references, cancelled)
             missing = []
             for i, places in request.places.items():
                 size, samples = found.get(i, (None, None))
@@ -367,7 +367,7 @@ class ShardedReplay:
                     missing.append(places)
             if not missing:
                 return CompressedSamples.join(parts).select(np.argsort(np.concatenate(order)))
-            request = self._ask(np.concatenate(missing), left)
+            request = self._ask(np.concatenate(missing), cancelled)
 
     def save(self) -> None:
         """Makes a checkpoint in ``folder``: each shard writes what changed since its last one, all at once.

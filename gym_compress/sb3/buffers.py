@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -15,25 +15,23 @@ from stable_baselines3.her import HerReplayBuffer
 from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY
 
 from gym_compress.codec import Codec
-from gym_compress.errors import CorruptDataError
-from gym_compress.replay.checkpoint import COMPRESSION, SavedBuffer
-from gym_compress.replay.leaves import write_row
-from gym_compress.replay.store import ObservationStore, read_pair, read_stores
-from gym_compress.replay.transitions import fit_batch, transition_arrays
-from gym_compress.sb3.common import Sized, with_stores
-from gym_compress.tree import map_leaves
+from gym_compress.errors import CorruptDataError, positive
+from gym_compress.replay.file.checkpoint import CheckpointMixin
+from gym_compress.replay.samples import to_device
+from gym_compress.replay.store import ObservationStore, read_places
+from gym_compress.replay.transitions import Compression, Transition, Transitions
 
 __all__ = [
     "CompressedDictReplayBuffer",
     "CompressedHerReplayBuffer",
     "CompressedNStepReplayBuffer",
+    "CompressedReplayBase",
     "CompressedReplayBuffer",
-    "SavedReplay",
 ]
 
 
-class SavedReplay(Sized, SavedBuffer, buffers.ReplayBuffer):
-    """What the replay buffers have in common: stores in the place of arrays."""
+class CompressedReplayBase(CheckpointMixin, buffers.ReplayBuffer):
+    """What the replay buffers have in common: the table of transitions in the place of SB3's arrays."""
 
     def __init__(
         self,
@@ -51,10 +49,16 @@ class SavedReplay(Sized, SavedBuffer, buffers.ReplayBuffer):
         frames_per_chunk: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if buffer_size < 1 or n_envs < 1:
-            raise ValueError(f"buffer_size and n_envs are at least 1, got {buffer_size} and {n_envs}")
+        positive(buffer_size, "buffer_size"), positive(n_envs, "n_envs")
+        self.table = Transitions(
+            max(buffer_size // n_envs, 1),
+            n_envs,
+            observation_space,
+            action_space,
+            Compression(stack_size, stack_axis, codec, frames_per_chunk),
+        )
         super().__init__(
-            n_envs,  # one row of arrays, in whose place stores come
+            n_envs,  # one row of arrays, in whose place those of the table come
             observation_space,
             action_space,
             device=device,
@@ -63,13 +67,7 @@ class SavedReplay(Sized, SavedBuffer, buffers.ReplayBuffer):
             **kwargs,
         )
         self.optimize_memory_usage = optimize_memory_usage
-        self._compression = {
-            "stack_size": stack_size,
-            "stack_axis": stack_axis,
-            "codec": codec,
-            "frames_per_chunk": frames_per_chunk,
-        }
-        with_stores(self, max(buffer_size // n_envs, 1), self._compression)
+        self.use_table(self.table)
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment, as SB3's does.
@@ -88,18 +86,16 @@ class SavedReplay(Sized, SavedBuffer, buffers.ReplayBuffer):
             OSError: If chunks are kept in a file, and the system refuses to write them. The buffer is as it
                 was then, too.
         """
-        obs, next_obs, rest = self._fitted(obs, next_obs, action, reward, done, infos)
-        row = self.pos
-        self._make_room()
+        transition = self._fitted(obs, next_obs, action, reward, done, infos)
+        self.make_room()
+        self.table.add(transition)
 
-        map_leaves(lambda store, batch: write_row(store, row, batch), self.observations, obs)
-        map_leaves(lambda store, batch: write_row(store, row, batch), self.next_observations, next_obs)
-        self.actions[row], self.rewards[row], self.dones[row], self.timeouts[row] = rest
-        self.pos = (row + 1) % self.buffer_size
-        self.full |= self.pos == 0
+    def _fitted(self, *transition: Any) -> Transition:
+        """A transition as it can be written; an error if it cannot."""
+        return self.table.fit(*transition, timeouts=self.handle_timeout_termination)
 
     @classmethod
-    def _check(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+    def check_loadable(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
         get_device(device)
         expects_dict = issubclass(cls, buffers.DictReplayBuffer)
         leaves = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
@@ -112,27 +108,15 @@ class SavedReplay(Sized, SavedBuffer, buffers.ReplayBuffer):
             raise ValueError(f"{cls.__name__} cannot hold what was saved, observations of {space}")
 
     @classmethod
-    def _from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+    def from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
         if cls is not CompressedReplayBuffer:  # which alone has two ways to draw rows
             arguments = {**arguments, "optimize_memory_usage": False}
-        return super()._from_settings(settings, arguments)
+        return super().from_settings(settings, arguments)
 
     def reset(self) -> None:
         """Empties the buffer."""
-
-        def clear(store: Any) -> None:
-            if isinstance(store, ObservationStore):
-                store.clear()
-
         super().reset()
-        map_leaves(clear, self.next_observations)
-        map_leaves(clear, self.observations)
-
-    def _fitted(self, obs: Any, next_obs: Any, *rest: Any) -> Any:
-        """A transition as it can be written; an error if it cannot."""
-        obs = map_leaves(_fit, self.observations, obs)
-        next_obs = map_leaves(_fit, self.next_observations, next_obs)
-        return obs, next_obs, transition_arrays(self, *rest)
+        self.table.clear()
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draws a batch as SB3 does.
@@ -140,36 +124,32 @@ class SavedReplay(Sized, SavedBuffer, buffers.ReplayBuffer):
         Raises:
             ValueError: If the buffer is empty.
         """
-        if not self.size():
+        if not self.table.valid[: self.size()].any():
             raise ValueError("Expected a buffer that holds transitions, but nothing was added yet")
         return super().sample(batch_size, env)
 
-    def _arrays(self, rows: Any, env: VecNormalize | None) -> tuple[Any, ...]:
+    def _whole_rows(self, rows: Any) -> Any:
+        """Rows as SB3 draws them; in the place of one that an interrupt left half written, another."""
+        valid = self.table.valid
+        while (half := np.flatnonzero(~valid[rows].all(axis=1))).size:
+            rows[half] = np.random.randint(0, self.size(), size=half.size)  # noqa: NPY002
+        return rows
+
+    def _fields(self, rows: Any, env: VecNormalize | None) -> tuple[Any, ...]:
         """Draws environments as SB3 does, and gathers the fields of a batch in SB3's order, as tensors."""
+        rows = self._whole_rows(rows)
         envs = np.random.randint(0, high=self.n_envs, size=(len(rows),))  # noqa: NPY002
-        pairs = map_leaves(
-            lambda store, twin: read_pair(store, twin, rows, envs), self.observations, self.next_observations
+        obs, next_obs = self.table.gather(rows, envs)
+        dones = self.dones[rows, envs] * (1 - self.timeouts[rows, envs])
+        rewards = self._normalize_reward(self.rewards[rows, envs][:, None], env)
+        actions = self.actions[rows, envs]
+        obs, next_obs = self._normalize_obs(obs, env), self._normalize_obs(next_obs, env)
+        return cast(
+            tuple[Any, ...], to_device((obs, actions, next_obs, dones[:, None], rewards), self.device)
         )
-        obs, next_obs = (map_leaves(lambda _, pair, i=i: pair[i], self.observations, pairs) for i in (0, 1))
-        index = rows * self.n_envs + envs
-        dones = self.dones.take(index) * (1 - self.timeouts.take(index))
-        rewards = self._normalize_reward(self.rewards.take(index)[:, None], env)
-        actions = self.actions.reshape(-1, self.actions.shape[2]).take(index, axis=0)
-        fields = (
-            self._normalize_obs(obs, env),
-            actions,
-            self._normalize_obs(next_obs, env),
-            dones[:, None],
-            rewards,
-        )
-        return tuple([map_leaves(self._tensor, field) for field in fields])
-
-    def _tensor(self, array: Any) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
-class CompressedReplayBuffer(SavedReplay):
+class CompressedReplayBuffer(CompressedReplayBase):
     """SB3's ``ReplayBuffer``, hundreds of times smaller for images.
 
     All is as in :class:`stable_baselines3.common.buffers.ReplayBuffer`, with these differences:
@@ -204,10 +184,10 @@ class CompressedReplayBuffer(SavedReplay):
     """
 
     def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> ReplayBufferSamples:
-        return ReplayBufferSamples(*self._arrays(batch_inds, env))
+        return ReplayBufferSamples(*self._fields(batch_inds, env))
 
 
-class CompressedNStepReplayBuffer(SavedReplay, buffers.NStepReplayBuffer):
+class CompressedNStepReplayBuffer(CompressedReplayBase, buffers.NStepReplayBuffer):
     """SB3's ``NStepReplayBuffer`` with compressed observations.
 
     The arguments are those of :class:`CompressedReplayBuffer` but for ``optimize_memory_usage``, which SB3
@@ -216,11 +196,11 @@ class CompressedNStepReplayBuffer(SavedReplay, buffers.NStepReplayBuffer):
     replay file has both if this class saved it; loaded from another's, they are SB3's defaults, 3 and 0.99.
     """
 
-    _extra_arguments = {"n_steps": int, "gamma": float}
+    file_arguments = {"n_steps": int, "gamma": float}
 
     @classmethod
-    def _from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
-        buffer = super()._from_settings(settings, arguments)
+    def from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        buffer = super().from_settings(settings, arguments)
         if not (0 < buffer.n_steps <= max(buffer.buffer_size, 3) and 0 <= buffer.gamma <= 1):
             raise CorruptDataError(f"n_steps is {buffer.n_steps}, and gamma {buffer.gamma}")
         return buffer
@@ -233,17 +213,18 @@ class CompressedNStepReplayBuffer(SavedReplay, buffers.NStepReplayBuffer):
             )
 
     def _get_samples(self, batch_inds: Any, env: VecNormalize | None = None) -> ReplayBufferSamples:
-        stores = self.observations, self.next_observations
+        rows = self._whole_rows(batch_inds)
         if not isinstance(self.observations, ObservationStore):
-            return super()._get_samples(batch_inds, env)
+            return super()._get_samples(rows, env)
         # SB3 finds out which places it wants; what stands there is read at once, when it has found out
-        self.observations, self.next_observations = _Asked(stores[0]), _Asked(stores[1])
+        stores = self.observations, self.next_observations
+        self.observations, self.next_observations = map(_Asked, stores)
         try:
-            samples: Any = super()._get_samples(batch_inds, env)
+            samples: Any = super()._get_samples(rows, env)
         finally:
             self.observations, self.next_observations = stores
-        read = read_stores(samples.observations.places, samples.next_observations.places)
-        obs, next_obs = (self._tensor(self._normalize_obs(array, env)) for array in read)
+        read = read_places(samples.observations.places, samples.next_observations.places)
+        obs, next_obs = to_device(tuple(self._normalize_obs(array, env) for array in read), self.device)
         replaced: ReplayBufferSamples = samples._replace(observations=obs, next_observations=next_obs)
         return replaced
 
@@ -256,7 +237,7 @@ class CompressedNStepReplayBuffer(SavedReplay, buffers.NStepReplayBuffer):
         return array if isinstance(array, _Asked) else super().to_torch(array, copy)
 
 
-class CompressedDictReplayBuffer(SavedReplay, buffers.DictReplayBuffer):
+class CompressedDictReplayBuffer(CompressedReplayBase, buffers.DictReplayBuffer):
     """SB3's ``DictReplayBuffer``; the images among the observations are compressed.
 
     The arguments are those of :class:`CompressedReplayBuffer` but for ``optimize_memory_usage``, which SB3
@@ -270,7 +251,7 @@ class CompressedDictReplayBuffer(SavedReplay, buffers.DictReplayBuffer):
     def _get_samples(  # type: ignore[override]
         self, batch_inds: Any, env: VecNormalize | None = None
     ) -> DictReplayBufferSamples:
-        return DictReplayBufferSamples(*self._arrays(batch_inds, env))
+        return DictReplayBufferSamples(*self._fields(batch_inds, env))
 
 
 class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
@@ -281,41 +262,41 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
     ``load_replay_buffer`` does.
     """
 
-    _extra_arguments = {"n_sampled_goal": int}
+    file_arguments = {"n_sampled_goal": int}
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment; see :meth:`CompressedDictReplayBuffer.add`."""
         # SB3 forgets the row's old episode before it writes, so what is refused is refused here
         self._fitted(obs, next_obs, action, reward, done, infos)
-        self._make_room()
+        self.make_room()
         super().add(obs, next_obs, action, reward, done, infos)
 
-    def _settings(self) -> dict[str, Any]:
+    def file_settings(self) -> dict[str, Any]:
         if self.copy_info_dict:
             raise TypeError("A replay file cannot hold infos, which copy_info_dict=True keeps")
         strategy = self.goal_selection_strategy.name.lower()
         starts = self._current_ep_start.tolist()
-        return {**super()._settings(), "goal_selection_strategy": strategy, "current_ep_start": starts}
+        return {**super().file_settings(), "goal_selection_strategy": strategy, "current_ep_start": starts}
 
-    def _row_arrays(self) -> dict[str, Any]:
-        return {**super()._row_arrays(), "ep_start": self.ep_start, "ep_length": self.ep_length}
+    def file_arrays(self) -> dict[str, Any]:
+        return {**super().file_arrays(), "ep_start": self.ep_start, "ep_length": self.ep_length}
 
     @classmethod
-    def _check(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
-        super()._check(settings, space, device)
+    def check_loadable(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+        super().check_loadable(settings, space, device)
         if "current_ep_start" not in settings:
             raise ValueError(f"{cls.__name__} needs episodes, which the buffer that was saved had none of")
 
     @classmethod
-    def _from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+    def from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
         strategy = settings.get("goal_selection_strategy")
         if strategy not in KEY_TO_GOAL_STRATEGY:
             raise CorruptDataError(f"{strategy!r} is no strategy to select goals")
-        theirs = {name: value for name, value in arguments.items() if name not in COMPRESSION}
+        theirs = {name: value for name, value in arguments.items() if name not in Compression._fields}
         theirs |= {"env": None, "goal_selection_strategy": strategy}
-        return super()._from_settings(settings, theirs)
+        return super().from_settings(settings, theirs)
 
-    def _restore(self, settings: dict[str, Any]) -> None:
+    def restore(self, settings: dict[str, Any]) -> None:
         rows, starts = self.buffer_size, np.array(settings["current_ep_start"])
         places = starts, self.ep_start
         if starts.shape != (self.n_envs,) or any(((place < 0) | (place >= rows)).any() for place in places):
@@ -335,10 +316,3 @@ class _Asked:
     def __getitem__(self, places: Any) -> _Asked:
         self.places = (self._store, *places)
         return self
-
-
-def _fit(store: Any, batch: Any) -> Any:
-    """A batch as it can be written; a batch of numbers gains the axis that SB3 gives them."""
-    if store.shape[2:] == (1,) and np.shape(batch) == store.shape[1:2]:
-        batch = np.asarray(batch)[:, None]
-    return fit_batch(batch, store.shape[1], store.shape[2:], store.dtype)

@@ -1,0 +1,1 @@
+"""The command ``gym-compress``: a module for each of its subcommands."""

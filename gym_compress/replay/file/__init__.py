@@ -1,0 +1,1 @@
+"""Replay files: FORMAT.md beside this file says what is in them."""

@@ -1,0 +1,319 @@
+"""Which chunks hold which slices: found for a whole batch of references at once."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gym_compress.chunk import Chunk, Piece, read_pieces
+from gym_compress.errors import CorruptDataError
+from gym_compress.slicing import Slicing
+
+__all__ = ["MOST_NUMBER", "ChunkIndex", "Plan"]
+
+# A key is the number of a stream, and below it, in so many bits, that of a slice.
+_BITS = 48
+MOST_NUMBER = 2**_BITS - 2  # of a slice
+
+_FEWEST_COLUMNS = 16
+
+
+class Plan(NamedTuple):
+    """Which bytes of which chunks go where in the output of a batch; arrays ``(pieces,)`` int64.
+
+    Attributes:
+        places: The place of each piece's chunk in the index.
+        starts: The first of its bytes in the chunk.
+        tos: The first of its bytes in the output.
+        nbytes: How many bytes it has.
+    """
+
+    places: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    tos: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+
+class ChunkIndex:
+    """The chunks of several streams of slices. Slices are numbered from 1 on, in each stream for itself.
+
+    A reference is the number of an observation's first slice, which the others follow, or 0 for nothing. The
+    chunks of a stream follow each other without gaps; the oldest ones go.
+
+    All lies in one array of keys, a row for each stream: the key of a chunk is that of its first slice, and
+    behind the last chunk of a stream stands a key that is larger than all of its slices' and smaller than
+    those of the next one. So the array is sorted as a whole, and one search finds the chunks of a batch.
+
+    Args:
+        slicing: What slices are.
+        streams: How many streams there are.
+    """
+
+    def __init__(self, slicing: Slicing, streams: int) -> None:
+        self.slicing = slicing
+        self.streams = streams
+        self.evicted: list[int] = []  # what a file knows those chunks by that are gone
+        self._allocate(_FEWEST_COLUMNS)
+
+    def _allocate(self, columns: int) -> None:
+        self._columns = columns
+        self._chunks: list[Any] = [None] * (self.streams * columns)
+        self._ids = array("q", bytes(8 * len(self._chunks)))  # what a file knows a chunk by, 0 if it does not
+        self._keys = np.repeat(((np.arange(self.streams, dtype=np.int64) + 1) << _BITS) - 1, columns)
+        self._begins = [stream * columns for stream in range(self.streams)]  # the place of the oldest chunk
+        self._ends = list(self._begins)  # that behind the newest one
+
+    def clear(self) -> None:
+        """Forgets all chunks, to which no reference may lead any more."""
+        self.evicted += [id_ for id_ in self._ids if id_]
+        self._allocate(_FEWEST_COLUMNS)
+
+    def append(self, stream: int, first: int, chunk: Any, id_: int = 0) -> None:
+        """Takes in the next chunk of a stream, which may be open.
+
+        Args:
+            stream: The number of the stream.
+            first: The number of the first slice in it.
+            chunk: The chunk, or what has ``content``, ``nbytes``, ``cbytes``, ``codec`` and ``sealed`` as one.
+            id_: What a file knows it by, 0 if none does.
+        """
+        key = (stream << _BITS) | first
+        place = self._ends[stream]
+        if place > self._begins[stream] and self._keys[place - 1] == key:
+            place -= 1  # it began before, and an interrupt came before anything was written to it
+        elif place == (stream + 1) * self._columns - 1:  # one key stays behind the last chunk
+            self._make_room()
+            place = self._ends[stream]
+        self._chunks[place], self._ids[place] = chunk, id_
+        self._keys[place] = key
+        self._ends[stream] = place + 1
+
+    def restore(self, stream: int, firsts: Sequence[int], chunks: Sequence[Any], ids: Sequence[int]) -> None:
+        """Takes in the chunks of a stream that is empty, see :meth:`append`.
+
+        Raises:
+            CorruptDataError: If they have no whole slices, or do not follow each other.
+        """
+        nbytes = self.slicing.slice_nbytes
+        expected = firsts[0] if len(firsts) else 1
+        for first, chunk, id_ in zip(firsts, chunks, ids, strict=True):
+            if first != expected or not 0 < first <= MOST_NUMBER - chunk.nbytes or chunk.nbytes % nbytes:
+                raise CorruptDataError(
+                    f"A chunk of {chunk.nbytes} bytes begins with slice {first}, expected {expected} and whole "
+                    f"slices of {nbytes} bytes"
+                )
+            self.append(stream, first, chunk, id_)
+            expected = first + chunk.nbytes // nbytes
+
+    def _make_room(self) -> None:
+        """Makes room for more chunks in each stream; those that are gone leave theirs."""
+        old = list(self._places())
+        chunks, ids, keys = self._chunks, self._ids, self._keys
+        most = max(end - begin for begin, end in old)
+        self._allocate(max(most + most // 4 + 2, _FEWEST_COLUMNS))
+        for stream, (begin, end) in enumerate(old):
+            new = self._begins[stream]
+            self._ends[stream] = new + end - begin
+            self._chunks[new : self._ends[stream]] = chunks[begin:end]
+            self._ids[new : self._ends[stream]] = ids[begin:end]
+            self._keys[new : self._ends[stream]] = keys[begin:end]
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """Of each stream the place of the oldest chunk and that behind the newest."""
+        return zip(self._begins, self._ends, strict=True)
+
+    def span(self, stream: int) -> tuple[int, int]:
+        """The numbers of the oldest slice of a stream and of that behind the newest chunk's last one."""
+        begin, end = self._begins[stream], self._ends[stream]
+        if begin == end:
+            return 1, 1
+        oldest, newest = (int(self._keys[place]) & (2**_BITS - 1) for place in (begin, end - 1))
+        return oldest, newest + self._chunks[end - 1].nbytes // self.slicing.slice_nbytes
+
+    def check(self, stream: int, references: NDArray[Any]) -> None:
+        """Checks that all slices are there to which references lead, which may be 0.
+
+        Raises:
+            CorruptDataError: If one is not.
+        """
+        oldest, end = self.span(stream)
+        wrong = (references < oldest) | (references > end - self.slicing.count)
+        if (wrong & (references != 0)).any():
+            raise CorruptDataError("a reference leads to a slice that is not there")
+
+    def locate(self, streams: NDArray[Any], references: NDArray[Any]) -> Plan:
+        """Finds observations, each of which is written behind the one before.
+
+        Args:
+            streams: ``(n,)``, the stream of each observation.
+            references: ``(n,)``, the number of its first slice; where it is 0, nothing is to be written.
+
+        Returns:
+            What is to be read of which chunks.
+        """
+        nbytes = self.slicing.slice_nbytes
+        keys = (streams.astype(np.int64) << _BITS) + references
+        written = np.flatnonzero(references)
+        if len(written) < len(keys):
+            keys = keys[written]
+        places = self._keys.searchsorted(keys, "right") - 1
+        starts = keys - self._keys[places]
+        tos = written * self.slicing.count
+        left = np.full(len(keys), self.slicing.count)
+        parts = []
+        while len(places):
+            counts = np.minimum(left, self._keys[places + 1] - self._keys[places] - starts)
+            parts.append((places, starts, tos, counts))
+            further = np.flatnonzero(counts < left)
+            counts = counts[further]
+            places, tos, left = places[further] + 1, tos[further] + counts, left[further] - counts
+            starts = np.zeros(len(further), np.int64)
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [tos] * 4
+        return Plan(columns[0], *[column * nbytes for column in columns[1:]])
+
+    def read(self, streams: NDArray[Any], references: NDArray[Any], *outs: NDArray[Any]) -> None:
+        """Reads observations into arrays, decoding each chunk once.
+
+        Args:
+            streams: ``(n,)``, the stream of each observation.
+            references: ``(n,)``, the number of its first slice; where it is 0, zeros are written.
+            outs: Where they go, one after another: arrays ``(m, count, *slice_shape)``, C-contiguous, each for
+                the same number of observations.
+
+        Raises:
+            CorruptDataError: If a chunk cannot be decoded.
+        """
+        nbytes = outs[0].nbytes
+        if not nbytes:
+            return
+        if not references.all():
+            for out, part in zip(outs, np.split(references, len(outs)), strict=True):
+                out[part == 0] = 0
+        plan = self.locate(streams, references)
+        whiches, tos = np.divmod(plan.tos, nbytes)
+        chunks = self._chunks
+        wanted: dict[Any, list[Piece]] = {}
+        columns = plan.places, whiches, tos, tos + plan.nbytes, plan.starts, plan.starts + plan.nbytes
+        for place, which, to, to_end, start, end in zip(*map(np.ndarray.tolist, columns), strict=True):
+            chunk, piece = chunks[place], (which, to, to_end, start, end)
+            if chunk in wanted:
+                wanted[chunk].append(piece)
+            else:
+                wanted[chunk] = [piece]
+        read_pieces(wanted.items(), [out.reshape(-1).view(np.uint8).data for out in outs])
+
+    def take(self, streams: NDArray[Any], references: NDArray[Any]) -> tuple[list[Any], NDArray[np.int64]]:
+        """The chunks that hold observations, and where they are in these alone.
+
+        Args:
+            streams: ``(n,)``, the stream of each observation.
+            references: ``(n,)``, the number of its first slice, or 0.
+
+        Returns:
+            The chunks, and references to slices that are numbered from 1 on, through all of these.
+        """
+        places = np.unique(self.locate(streams, references).places)
+        chunks = [self._chunks[place] for place in places.tolist()]
+        slices = np.array([chunk.nbytes // self.slicing.slice_nbytes for chunk in chunks], np.int64)
+        moved = (1 + np.cumsum(slices) - slices) - self._keys[places]
+        keys = (streams.astype(np.int64) << _BITS) + references
+        own = np.searchsorted(places, self._keys.searchsorted(keys, "right") - 1)
+        taken = np.zeros(len(keys), np.int64)
+        written = np.flatnonzero(references)
+        taken[written] = keys[written] + moved[own[written]]
+        return chunks, taken
+
+    def adopt(self, stream: int, chunks: Sequence[Chunk]) -> int:
+        """Takes in sealed chunks of whole slices. If the last ones here are the first of them, these are kept once.
+
+        Returns:
+            The number of the first slice in them.
+        """
+        begin, end = self._begins[stream], self._ends[stream]
+        known = 0
+        for count in range(min(len(chunks), end - begin), 0, -1):
+            if all(map(_same_content, self._chunks[end - count : end], chunks[:count])):
+                known = count
+                break
+        _, first = self.span(stream)
+        number = first if not known else int(self._keys[end - known]) & (2**_BITS - 1)
+        for chunk in chunks[known:]:
+            self.append(stream, first, chunk)
+            first += chunk.nbytes // self.slicing.slice_nbytes
+        return number
+
+    def drop_before(self, stream: int, reference: int) -> None:
+        """Lets those chunks of a stream go that only hold slices before one, but never the newest chunk."""
+        begin, end = self._begins[stream], self._ends[stream]
+        if begin == end:
+            return
+        place = (
+            begin + int(np.searchsorted(self._keys[begin:end], (stream << _BITS) + reference, "right")) - 1
+        )
+        for gone in range(begin, place):
+            if self._ids[gone]:
+                self.evicted.append(self._ids[gone])
+            self._chunks[gone] = None
+        self._begins[stream] = max(begin, place)
+
+    @property
+    def cbytes(self) -> int:
+        """Bytes of the chunks."""
+        return sum(chunk.cbytes for chunk in self._chunks if chunk is not None)
+
+    def __len__(self) -> int:
+        """The number of chunks."""
+        return sum(end - begin for begin, end in self._places())
+
+    # What follows is for replay files, in which chunks have numbers of another kind, their ids.
+
+    def unsaved(self, stream: int, everything: bool) -> Iterator[tuple[int, int, Any]]:
+        """Of each chunk that no file has its place here, the number of its first slice, and itself.
+
+        Args:
+            stream: The number of the stream.
+            everything: Whether the chunks that a file has are wanted too.
+        """
+        for place in range(self._begins[stream], self._ends[stream]):
+            if everything or not self._ids[place]:
+                yield place, int(self._keys[place]) & (2**_BITS - 1), self._chunks[place]
+
+    def ids(self) -> list[int]:
+        """What a file knows the chunks by, 0 for those that it does not have."""
+        return [id_ for begin, end in self._places() for id_ in self._ids[begin:end]]
+
+    def note_saved(self, ids: Mapping[int, int]) -> None:
+        """Notes what a file knows chunks by, by their places; what was evicted is not in it any more."""
+        for place, id_ in ids.items():
+            self._ids[place] = id_
+        self.evicted.clear()
+
+    def spill(self, stream: int, put: Callable[[int, Chunk], Any]) -> None:
+        """Replaces the sealed chunks of a stream that are in memory.
+
+        Args:
+            stream: The number of the stream.
+            put: Takes the number of a chunk's first slice and the chunk, and gives what stays in its place.
+        """
+        for place in range(self._ends[stream] - 1, self._begins[stream] - 1, -1):
+            chunk = self._chunks[place]
+            if not isinstance(chunk, Chunk):
+                break  # the older ones went before
+            if chunk.sealed:
+                stored = put(int(self._keys[place]) & (2**_BITS - 1), chunk)
+                self._chunks[place], self._ids[place] = stored, stored.id
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what a file knows."""
+        return {**self.__dict__, "_ids": array("q", bytes(8 * len(self._ids))), "evicted": []}
+
+
+def _same_content(one: Any, other: Any) -> bool:
+    ours, theirs = one.content, other.content
+    if type(ours) is not type(theirs) or one.nbytes != other.nbytes:
+        return False
+    return bool(ours == theirs) if isinstance(ours, bytes) else np.array_equal(ours, theirs)

@@ -1,0 +1,78 @@
+"""Spaces of compressed observations, and which leaves of a space are compressed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_differing_spaces
+
+from gym_compress.compressed_array import CompressedArray
+from gym_compress.tree import map_space, replace_leaves
+
+__all__ = ["CompressedBox", "compressed_space", "is_image", "map_compressed", "worth_compressing"]
+
+# A Box in a Dict or Tuple below this many bytes is left as it is.
+_WORTH_NBYTES = 1024
+
+
+class CompressedBox(spaces.Box):
+    """A Box that contains compressed observations beside arrays; in all else a Box, and equal to one."""
+
+    @classmethod
+    def like(cls, box: spaces.Box) -> CompressedBox:
+        """A CompressedBox with the bounds, dtype and random state of a Box."""
+        space = cls(low=box.low, high=box.high, dtype=box.dtype.type, seed=copy.deepcopy(box.np_random))
+        space.bounded_below, space.bounded_above = box.bounded_below, box.bounded_above
+        return space
+
+    def contains(self, x: Any) -> bool:
+        """Whether an array or observation is in the space: its shape, its dtype and all its values."""
+        return super().contains(np.asarray(x) if isinstance(x, CompressedArray) else x)
+
+    def to_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
+        """Observations as nested lists."""
+        return super().to_jsonable([np.asarray(sample) for sample in sample_n])
+
+
+batch_differing_spaces.register(CompressedBox, batch_differing_spaces.dispatch(spaces.Box))
+
+
+def worth_compressing(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
+    """Whether a leaf of a Dict or Tuple space is compressed: a Box of at least 1,024 bytes."""
+    return isinstance(space, spaces.Box) and math.prod(space.shape) * space.dtype.itemsize >= _WORTH_NBYTES
+
+
+def is_image(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
+    """Whether replay memory compresses a leaf of observations: a Box of two dimensions or more, worth it."""
+    return worth_compressing(space) and len(space.shape) >= 2
+
+
+def map_compressed(make: Callable[[spaces.Box], Any], space: spaces.Space[Any]) -> Any:
+    """A tree of an observation space: ``make(leaf)`` where wrappers compress a leaf, None elsewhere.
+
+    Raises:
+        TypeError: If the observation space is no Box, Dict or Tuple.
+    """
+    if not isinstance(space, (spaces.Box, spaces.Dict, spaces.Tuple)):
+        raise TypeError(f"Expected an observation space that is a Box, Dict or Tuple, actual: {space}")
+
+    def leaf(sub: spaces.Space[Any]) -> Any:
+        if isinstance(sub, spaces.Box) and (sub is space or worth_compressing(sub)):
+            return make(sub)
+        return None
+
+    return map_space(leaf, space)
+
+
+def compressed_space(space: spaces.Space[Any], compressed: Any) -> spaces.Space[Any]:
+    """A copy of a space in which each leaf is a CompressedBox that a tree has something for, not None."""
+
+    def leaf(sub: spaces.Space[Any], each: Any) -> spaces.Space[Any]:
+        return CompressedBox.like(sub) if each is not None and isinstance(sub, spaces.Box) else sub
+
+    return replace_leaves(leaf, space, compressed)
