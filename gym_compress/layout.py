@@ -26,7 +26,8 @@ class Layout:
     Observations of one stream need a few layouts only, so each is made once (:func:`layout_of`) and shared.
 
     Attributes:
-        pieces: Which of the chunks, and where in it and in the observation, for each run of bytes that lie side by side.
+        pieces: For each run of bytes that lie side by side: which of the chunks, and where in the observation
+            and in the chunk.
         nbytes: Bytes of the array.
     """
 

@@ -114,6 +114,7 @@ class CompressedObservation(CompressedArray):
             yield chunks[which], (0, *run)
 
     def same_bytes(self, other: CompressedObservation) -> bool:
+        """Whether another observation refers to the very same bytes."""
         return self.source is other.source and self.layout is other.layout
 
     @property

@@ -71,7 +71,7 @@ class Recorder:
         return self._writer.next_number - len(slices)
 
     def push(self, slice_: NDArray[Any]) -> None:
-        """Takes in an observation that is the newest one without its first slice, and one more slice."""
+        """Takes in the newest observation without its first slice, and with one more, ``slice_shape``."""
         self._writer.append(slice_[None])
 
     def find_shift(self, slices: NDArray[Any], *, guess: int | None = None) -> int:

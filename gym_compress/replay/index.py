@@ -23,19 +23,21 @@ _FEWEST_COLUMNS = 16
 
 
 class Plan(NamedTuple):
-    """Which bytes of which chunks go where in the output of a batch; arrays ``(pieces,)`` int64.
+    """Which slices of which chunks make observations up; arrays ``(pieces,)``, counted in slices.
 
     Attributes:
-        places: The place of each piece's chunk in the index.
-        starts: The first of its bytes in the chunk.
-        tos: The first of its bytes in the output.
-        nbytes: How many bytes it has.
+        observations: Which observation each piece is of, ascending.
+        places: The place of its chunk in the index.
+        tos: Where in the observation it begins.
+        starts: Where in the chunk it begins.
+        counts: How many slices it has.
     """
 
+    observations: NDArray[np.int64]
     places: NDArray[np.int64]
-    starts: NDArray[np.int64]
     tos: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
 
 
 class ChunkIndex:
@@ -78,7 +80,7 @@ class ChunkIndex:
         Args:
             stream: The number of the stream.
             first: The number of the first slice in it.
-            chunk: The chunk, or what has ``content``, ``nbytes``, ``cbytes``, ``codec`` and ``sealed`` as one.
+            chunk: The chunk, or what has ``content``, ``nbytes``, ``cbytes`` and ``codec`` as one.
             id_: What a file knows it by, 0 if none does.
         """
         key = (stream << _BITS) | first
@@ -103,8 +105,8 @@ class ChunkIndex:
         for first, chunk, id_ in zip(firsts, chunks, ids, strict=True):
             if first != expected or not 0 < first <= MOST_NUMBER - chunk.nbytes or chunk.nbytes % nbytes:
                 raise CorruptDataError(
-                    f"A chunk of {chunk.nbytes} bytes begins with slice {first}, expected {expected} and whole "
-                    f"slices of {nbytes} bytes"
+                    f"A chunk of {chunk.nbytes} bytes begins with slice {first}, expected {expected} and "
+                    f"whole slices of {nbytes} bytes"
                 )
             self.append(stream, first, chunk, id_)
             expected = first + chunk.nbytes // nbytes
@@ -146,34 +148,26 @@ class ChunkIndex:
             raise CorruptDataError("a reference leads to a slice that is not there")
 
     def locate(self, streams: NDArray[Any], references: NDArray[Any]) -> Plan:
-        """Finds observations, each of which is written behind the one before.
+        """Finds observations.
 
         Args:
             streams: ``(n,)``, the stream of each observation.
-            references: ``(n,)``, the number of its first slice; where it is 0, nothing is to be written.
+            references: ``(n,)``, the number of its first slice, or 0 for nothing.
 
         Returns:
-            What is to be read of which chunks.
+            Which slices of which chunks they are.
         """
-        nbytes = self.slicing.slice_nbytes
         keys = (streams.astype(np.int64) << _BITS) + references
-        written = np.flatnonzero(references)
-        if len(written) < len(keys):
-            keys = keys[written]
         places = self._keys.searchsorted(keys, "right") - 1
-        starts = keys - self._keys[places]
-        tos = written * self.slicing.count
-        left = np.full(len(keys), self.slicing.count)
-        parts = []
-        while len(places):
-            counts = np.minimum(left, self._keys[places + 1] - self._keys[places] - starts)
-            parts.append((places, starts, tos, counts))
-            further = np.flatnonzero(counts < left)
-            counts = counts[further]
-            places, tos, left = places[further] + 1, tos[further] + counts, left[further] - counts
-            starts = np.zeros(len(further), np.int64)
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [tos] * 4
-        return Plan(columns[0], *[column * nbytes for column in columns[1:]])
+        pieces = self._keys.searchsorted(keys + (self.slicing.count - 1), "right") - places
+        pieces *= references > 0
+        which = np.arange(len(keys)).repeat(pieces)
+        places = places[which] + np.arange(len(which)) - (pieces.cumsum() - pieces)[which]
+        keys = keys[which]
+        begins = self._keys[places]
+        firsts = np.maximum(keys, begins)
+        ends = np.minimum(keys + self.slicing.count, self._keys[places + 1])
+        return Plan(which, places, firsts - keys, firsts - begins, ends - firsts)
 
     def read(self, streams: NDArray[Any], references: NDArray[Any], *outs: NDArray[Any]) -> None:
         """Reads observations into arrays, decoding each chunk once.
@@ -181,24 +175,24 @@ class ChunkIndex:
         Args:
             streams: ``(n,)``, the stream of each observation.
             references: ``(n,)``, the number of its first slice; where it is 0, zeros are written.
-            outs: Where they go, one after another: arrays ``(m, count, *slice_shape)``, C-contiguous, each for
-                the same number of observations.
+            outs: Where they go, one after another: arrays ``(m, count, *slice_shape)`` for the same number of
+                observations each, C-contiguous.
 
         Raises:
             CorruptDataError: If a chunk cannot be decoded.
         """
-        nbytes = outs[0].nbytes
-        if not nbytes:
-            return
         if not references.all():
             for out, part in zip(outs, np.split(references, len(outs)), strict=True):
                 out[part == 0] = 0
         plan = self.locate(streams, references)
-        whiches, tos = np.divmod(plan.tos, nbytes)
+        of_outs, rows = np.divmod(plan.observations, max(len(references) // len(outs), 1))
+        nbytes = self.slicing.slice_nbytes
+        tos, starts = (rows * self.slicing.count + plan.tos) * nbytes, plan.starts * nbytes
+        lengths = plan.counts * nbytes
+        columns = plan.places, of_outs, tos, tos + lengths, starts, starts + lengths
         chunks = self._chunks
         wanted: dict[Any, list[Piece]] = {}
-        columns = plan.places, whiches, tos, tos + plan.nbytes, plan.starts, plan.starts + plan.nbytes
-        for place, which, to, to_end, start, end in zip(*map(np.ndarray.tolist, columns), strict=True):
+        for place, which, to, to_end, start, end in zip(*[c.tolist() for c in columns], strict=True):
             chunk, piece = chunks[place], (which, to, to_end, start, end)
             if chunk in wanted:
                 wanted[chunk].append(piece)
@@ -222,13 +216,10 @@ class ChunkIndex:
         moved = (1 + np.cumsum(slices) - slices) - self._keys[places]
         keys = (streams.astype(np.int64) << _BITS) + references
         own = np.searchsorted(places, self._keys.searchsorted(keys, "right") - 1)
-        taken = np.zeros(len(keys), np.int64)
-        written = np.flatnonzero(references)
-        taken[written] = keys[written] + moved[own[written]]
-        return chunks, taken
+        return chunks, np.where(references, keys + np.append(moved, 0)[own], 0)
 
     def adopt(self, stream: int, chunks: Sequence[Chunk]) -> int:
-        """Takes in sealed chunks of whole slices. If the last ones here are the first of them, these are kept once.
+        """Takes in sealed chunks of whole slices. Those that are the last ones here already are kept once.
 
         Returns:
             The number of the first slice in them.

@@ -94,8 +94,8 @@ class ImageParcel(NamedTuple):
         for content, codec, nbytes in zip(self.contents, self.codecs, sizes, strict=True):
             if not 0 < nbytes <= MOST_SHIPPED or nbytes % slicing.slice_nbytes:
                 raise CorruptDataError(
-                    f"A parcel has a chunk of {nbytes} bytes, expected whole slices of {slicing.slice_nbytes} "
-                    f"bytes and at most {MOST_SHIPPED}"
+                    f"A parcel has a chunk of {nbytes} bytes, expected whole slices of "
+                    f"{slicing.slice_nbytes} bytes and at most {MOST_SHIPPED}"
                 )
             if isinstance(content, bytes) == (codec.name == "none"):
                 raise CorruptDataError(f"A chunk of codec {codec} is a {type(content).__name__}")

@@ -38,12 +38,12 @@ class Uniform:
             ValueError: If there are no transitions.
         """
         table, size = self._table, self._table.size()
-        if not table.valid[:size].any():
+        if not table.holds_any():
             raise ValueError("Expected a buffer that holds transitions, but nothing was added yet")
         rows = rng.integers(size, size=batch_size)
         envs = rng.integers(table.n_envs, size=batch_size)
-        while not table.valid[rows, envs].all():
-            wrong = np.flatnonzero(~table.valid[rows, envs])
+        while not (valid := table.valid[rows, envs]).all():
+            wrong = np.flatnonzero(~valid)
             rows[wrong] = rng.integers(size, size=len(wrong))
             envs[wrong] = rng.integers(table.n_envs, size=len(wrong))
         return rows, envs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 
 from gym_compress.chunk import fit
 from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
-from gym_compress.errors import CorruptDataError
 from gym_compress.recorder import Recorder
 from gym_compress.replay.index import MOST_NUMBER, ChunkIndex
 from gym_compress.replay.parcel import ImageParcel
@@ -130,16 +128,14 @@ class ObservationStore:
     def write(self, row: int, batch: NDArray[Any]) -> None:
         """Writes a row: an array ``(n_envs, *observation)`` of the dtype."""
         slices = self.slicing.cut(batch)
-        self._refer(
-            row,
-            [
-                recorder.record(own, guess=self._guess)
-                for recorder, own in zip(self._recorders, slices, strict=True)
-            ],
-        )
+        references = [
+            recorder.record(own, guess=self._guess)
+            for recorder, own in zip(self._recorders, slices, strict=True)
+        ]
+        self._refer(row, references, max(references))
 
-    def _refer(self, key: Any, references: Any) -> None:
-        if self.references.dtype == np.int32 and np.max(references, initial=0) > _INT32:
+    def _refer(self, key: Any, references: Any, largest: int) -> None:
+        if largest > _INT32 and self.references.dtype == np.int32:
             self.references = self.references.astype(np.int64)
         self.references[key] = references
 
@@ -190,8 +186,8 @@ class ObservationStore:
             moved = self.index.adopt(env, chunks) - 1
             recorder.restart(self.index.span(env)[1])
             ours, theirs = np.where(taken, taken + moved, 0).reshape(2, -1)
-            self._refer((rows[places], env), ours)
-            twin._refer((rows[places], env), theirs)
+            self._refer((rows[places], env), ours, ours.max())
+            twin._refer((rows[places], env), theirs, theirs.max())
 
     def clear(self, *twins: ObservationStore) -> None:
         """Empties this store and its twins."""
@@ -215,22 +211,7 @@ class ObservationStore:
         for env, recorder in enumerate(self._recorders):
             self.index.check(env, references[:, env])
             recorder.restart(self.index.span(env)[1])
-        self._refer(slice(len(references)), references)
-
-    def follows(self, twin: ObservationStore, before: int, row: int) -> NDArray[np.bool_]:
-        """Whether what stands in a row is, bit for bit, what stands in an earlier row of a twin.
-
-        Returns:
-            ``(n_envs,)`` bool.
-        """
-        same: NDArray[np.bool_] = self.references[row] == twin.references[before]
-        for env in np.flatnonzero(~same):  # equal values may be kept twice
-            place = np.array([row]), np.array([env])
-            place_before = np.array([before]), np.array([env])
-            with suppress(CorruptDataError, OSError):  # of a file: whoever samples it is told
-                ours, theirs = read_places((self, *place), (twin, *place_before))
-                same[env] = ours.tobytes() == theirs.tobytes()
-        return same
+        self._refer(slice(len(references)), references, references.max(initial=0))
 
     def flattened(self) -> FlatStore:
         """The store as one axis, environment by environment."""
@@ -323,6 +304,5 @@ def read_references(
 def _oldest(references: NDArray[np.signedinteger[Any]]) -> NDArray[np.int64]:
     """Of each environment the smallest reference that leads somewhere, or a number beyond all."""
     beyond = np.iinfo(references.dtype).max
-    oldest = references.min(axis=0, where=references > 0, initial=beyond).astype(np.int64)
-    oldest[oldest == beyond] = MOST_NUMBER
-    return oldest
+    oldest: NDArray[np.int64] = references.min(axis=0, where=references > 0, initial=beyond).astype(np.int64)
+    return np.where(oldest == beyond, np.int64(MOST_NUMBER), oldest)

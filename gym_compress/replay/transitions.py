@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gym_compress.chunk import fit
 from gym_compress.codec import Codec
+from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
 from gym_compress.replay.parcel import ImageParcel
 from gym_compress.replay.store import Empty, ObservationStore, read_places
@@ -65,7 +66,8 @@ class Transitions:
         observations, next_observations: Trees of the observation space: an :class:`ObservationStore` for an
             image, an array ``(rows, n_envs, ...)`` for another leaf.
         actions: ``(rows, n_envs, numbers of an action)``.
-        rewards, dones, timeouts: ``(rows, n_envs)`` float32; timeouts are 1 where a time limit ended an episode.
+        rewards, dones, timeouts: ``(rows, n_envs)`` float32; a timeout is 1 where a time limit ended an
+            episode.
         ends: ``(rows, n_envs)`` bool, whether the sequence of observations ends with a row: an episode's end,
             or a reset without one.
         valid: ``(rows, n_envs)`` bool, whether a place holds a whole transition.
@@ -107,6 +109,10 @@ class Transitions:
     def size(self) -> int:
         """The number of rows that are filled."""
         return self.rows if self.full else self.pos
+
+    def holds_any(self) -> bool:
+        """Whether there is a valid transition."""
+        return bool(self.valid[self.pos - 1].any() or self.valid.any())  # mostly, the newest row is valid
 
     @property
     def oldest(self) -> int:
@@ -204,8 +210,11 @@ class Transitions:
     def _advance(self, first: int, end: int, written: Any) -> None:
         """Moves on behind rows that were written, and makes their places valid."""
         before = (first - 1) % self.rows
-        if self.size() and end - first < self.rows and not self.ends[before].all():
-            self.ends[before] |= ~self._follows(before, first)
+        if self.size() and end - first < self.rows:
+            ended = self.ends[before]
+            for ours, theirs in self._pairs:
+                for env in _changed(ours, theirs, first, before):
+                    ended[env] = ended[env] or not _equal(ours, theirs, first, before, env)
         if end >= self.rows:
             self.full = True
         if self.full and end // self._step > first // self._step:
@@ -217,16 +226,6 @@ class Transitions:
     @property
     def _step(self) -> int:
         return max(self.rows // _LOOKS, _FEWEST_ROWS)
-
-    def _follows(self, before: int, row: int) -> NDArray[np.bool_]:
-        """Whether the observations of a row are the next observations of the row before; ``(n_envs,)``."""
-        same = np.ones(self.n_envs, np.bool_)
-        for ours, theirs in self._pairs:
-            if isinstance(ours, ObservationStore):
-                same &= ours.follows(theirs, before, row)
-            else:
-                same &= [a.tobytes() == b.tobytes() for a, b in zip(ours[row], theirs[before], strict=True)]
-        return same
 
     def take(
         self, rows: NDArray[Any], envs: NDArray[Any]
@@ -317,6 +316,23 @@ def _make_twin(kept: Any) -> Any:
     return kept.twin() if isinstance(kept, ObservationStore) else np.zeros(kept.shape, kept.dtype)
 
 
+def _changed(ours: Any, theirs: Any, row: int, before: int) -> list[int]:
+    """In which environments observations of a row may not be the next observations of the row before."""
+    if isinstance(ours, ObservationStore):
+        ours, theirs = ours.references, theirs.references
+        if ours[row].tolist() == theirs[before].tolist():
+            return []
+    return list(range(ours.shape[1]))
+
+
+def _equal(ours: Any, theirs: Any, row: int, before: int, env: int) -> bool:
+    """Whether an observation is, bit for bit, the next observation of the row before."""
+    try:
+        return bool(ours[row, env].tobytes() == theirs[before, env].tobytes())
+    except (CorruptDataError, OSError):  # of a file: whoever samples it is told
+        return False
+
+
 def _write(kept: Any, row: int, batch: NDArray[Any]) -> None:
     if isinstance(kept, ObservationStore):
         kept.write(row, batch)
@@ -335,7 +351,8 @@ def _fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[
     if isinstance(batch, (list, tuple)) and any(isinstance(each, CompressedObservation) for each in batch):
         if len(batch) != n_envs:
             raise ValueError(f"Expected {n_envs} observations, one an environment, got {len(batch)}")
-        return np.stack([_fit_one(each, env, shape, dtype) for env, each in enumerate(batch)])
+        arrays = [_fit_one(each, env, shape, dtype) for env, each in enumerate(batch)]
+        return np.stack(arrays) if n_envs > 1 else arrays[0][None]
     array, expected = np.asarray(batch), (n_envs, *shape)
     if shape == (1,) and array.shape == (n_envs,):
         array = array[:, None]
@@ -363,13 +380,18 @@ def _timeouts(infos: Any, n_envs: int) -> Any:
 def _shaped(values: Any, row: NDArray[Any], name: str) -> NDArray[Any]:
     """Values of all environments as an array like the row of a buffer that they will be written to."""
     array = np.asarray(values)
-    if array.size != row.size:
-        raise ValueError(f"Expected {name} of {len(row)} environments, {row.shape}, got shape {array.shape}")
+    if array.shape != row.shape:
+        if array.size != row.size:
+            raise ValueError(
+                f"Expected {name} of {len(row)} environments, {row.shape}, got shape {array.shape}"
+            )
+        array = array.reshape(row.shape)
+    if array.dtype == row.dtype:
+        return array
     if array.dtype.kind not in "biuf":
         raise ValueError(f"Expected {name} that are numbers, got dtype {array.dtype}")
-    array = array.reshape(row.shape)
-    if array.dtype == row.dtype or row.dtype.kind == "f":
-        return array.astype(row.dtype, copy=False)
+    if row.dtype.kind == "f":
+        return array.astype(row.dtype)
     with np.errstate(invalid="ignore"):
         cast = array.astype(row.dtype)
     if (cast != array).any():

@@ -96,6 +96,7 @@ class CompressedReplayBase(CheckpointMixin, buffers.ReplayBuffer):
 
     @classmethod
     def check_loadable(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+        """Raises an error if the class cannot hold what a file holds, or the device is none."""
         get_device(device)
         expects_dict = issubclass(cls, buffers.DictReplayBuffer)
         leaves = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
@@ -109,6 +110,7 @@ class CompressedReplayBase(CheckpointMixin, buffers.ReplayBuffer):
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        """An empty buffer, from the settings of a file and the arguments that all classes have."""
         if cls is not CompressedReplayBuffer:  # which alone has two ways to draw rows
             arguments = {**arguments, "optimize_memory_usage": False}
         return super().from_settings(settings, arguments)
@@ -124,14 +126,15 @@ class CompressedReplayBase(CheckpointMixin, buffers.ReplayBuffer):
         Raises:
             ValueError: If the buffer is empty.
         """
-        if not self.table.valid[: self.size()].any():
+        if not self.table.holds_any():
             raise ValueError("Expected a buffer that holds transitions, but nothing was added yet")
         return super().sample(batch_size, env)
 
     def _whole_rows(self, rows: Any) -> Any:
         """Rows as SB3 draws them; in the place of one that an interrupt left half written, another."""
         valid = self.table.valid
-        while (half := np.flatnonzero(~valid[rows].all(axis=1))).size:
+        while not valid[rows].all():
+            half = np.flatnonzero(~valid[rows].all(axis=1))
             rows[half] = np.random.randint(0, self.size(), size=half.size)  # noqa: NPY002
         return rows
 
@@ -200,6 +203,7 @@ class CompressedNStepReplayBuffer(CompressedReplayBase, buffers.NStepReplayBuffe
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        """An empty buffer, from the settings of a file and the arguments that all classes have."""
         buffer = super().from_settings(settings, arguments)
         if not (0 < buffer.n_steps <= max(buffer.buffer_size, 3) and 0 <= buffer.gamma <= 1):
             raise CorruptDataError(f"n_steps is {buffer.n_steps}, and gamma {buffer.gamma}")
@@ -272,6 +276,7 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
         super().add(obs, next_obs, action, reward, done, infos)
 
     def file_settings(self) -> dict[str, Any]:
+        """What a replay file says of the buffer."""
         if self.copy_info_dict:
             raise TypeError("A replay file cannot hold infos, which copy_info_dict=True keeps")
         strategy = self.goal_selection_strategy.name.lower()
@@ -279,16 +284,19 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
         return {**super().file_settings(), "goal_selection_strategy": strategy, "current_ep_start": starts}
 
     def file_arrays(self) -> dict[str, Any]:
+        """The arrays of a file with one row for each of the buffer, by name, but for references."""
         return {**super().file_arrays(), "ep_start": self.ep_start, "ep_length": self.ep_length}
 
     @classmethod
     def check_loadable(cls, settings: dict[str, Any], space: spaces.Space[Any], device: Any) -> None:
+        """Raises an error if the class cannot hold what a file holds, or the device is none."""
         super().check_loadable(settings, space, device)
         if "current_ep_start" not in settings:
             raise ValueError(f"{cls.__name__} needs episodes, which the buffer that was saved had none of")
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], arguments: dict[str, Any]) -> Self:
+        """An empty buffer, from the settings of a file and the arguments that all classes have."""
         strategy = settings.get("goal_selection_strategy")
         if strategy not in KEY_TO_GOAL_STRATEGY:
             raise CorruptDataError(f"{strategy!r} is no strategy to select goals")
@@ -297,6 +305,7 @@ class CompressedHerReplayBuffer(HerReplayBuffer, CompressedDictReplayBuffer):
         return super().from_settings(settings, theirs)
 
     def restore(self, settings: dict[str, Any]) -> None:
+        """Restores where the episodes began that are under way."""
         rows, starts = self.buffer_size, np.array(settings["current_ep_start"])
         places = starts, self.ep_start
         if starts.shape != (self.n_envs,) or any(((place < 0) | (place >= rows)).any() for place in places):

@@ -58,15 +58,14 @@ def make_recorder(
 
 
 def compress(recorder: Recorder | None, observation: Any) -> Any:
-    """Records an observation, if there is something to record it, or copies it.
+    """Records an observation that is no stack, if there is something to record it, or copies it.
 
     Raises:
         ValueError: If it does not fit the space.
     """
     if recorder is None:
         return copy.deepcopy(observation)
-    slicing = recorder.slicing
-    recorder.record(slicing.cut(fit(observation, slicing.shape, slicing.dtype)[None])[0])
+    recorder.push(fit(observation, recorder.slicing.shape, recorder.slicing.dtype))
     return CompressedObservation(*recorder.newest())
 
 

@@ -69,7 +69,7 @@ class _FrameStacker:
         return self._stacked()
 
     def push(self, observation: NDArray[Any]) -> CompressedObservation:
-        self._recorder.push(observation[None])
+        self._recorder.push(observation)
         return self._stacked()
 
     def _stacked(self) -> CompressedObservation:

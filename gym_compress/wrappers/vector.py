@@ -20,7 +20,7 @@ from gym_compress.codec import Codec
 from gym_compress.recorder import Recorder
 from gym_compress.spaces import compressed_space, map_compressed
 from gym_compress.tree import map_leaves, map_space, replace_leaves
-from gym_compress.wrappers.compress import compress, json_arguments, make_recorder
+from gym_compress.wrappers.compress import json_arguments, make_recorder
 from gym_compress.wrappers.frame_stack import ObservationStacker
 
 __all__ = ["CompressObservation", "CompressedFrameStack"]
@@ -214,7 +214,10 @@ def _compress_batch(recorders: list[Recorder] | None, batch: Any, *, slots: Sequ
 
 def _compress_one(recorders: list[Recorder] | None, observation: Any, *, slot: int) -> Any:
     """Records a leaf's observation of one environment."""
-    return compress(None if recorders is None else recorders[slot], observation)
+    if recorders is None:
+        return copy.deepcopy(observation)
+    (compressed,) = _compress_batch(recorders, np.asarray(observation)[None], slots=[slot])
+    return compressed
 
 
 def _seal(recorders: list[Recorder] | None) -> None:

@@ -177,6 +177,7 @@ class FileReader:
             raise ValueError(f"{self.path} is closed")
 
     def connected(self) -> sqlite3.Connection:
+        """The connection; a new one in a forked process."""
         self.check_open()
         if self.connection is None:  # in a forked process
             with translate_sqlite_errors(self.path):

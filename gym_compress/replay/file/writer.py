@@ -179,8 +179,8 @@ def saving(
                 writer.resume(known)
             elif writer.found_id and not replace:
                 raise GymCompressError(
-                    f"{path} was saved by another process since it was loaded or saved here: load it to go on "
-                    "with what that saved"
+                    f"{path} was saved by another process since it was loaded or saved here: load it to go "
+                    "on with what that saved"
                 )
             else:
                 writer.clear()
