@@ -7,6 +7,7 @@ import json
 import sqlite3
 import struct
 from contextlib import suppress
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,25 @@ EPISODE = 7
 
 def frame(step: int, env: int) -> np.ndarray:
     """The frame of a step: a pattern that moves."""
+    return _pattern((7 * step + 11 * env) % 251)
+
+
+@cache
+def _pattern(start: int) -> np.ndarray:
     pixels = np.arange(20 * 18, dtype=np.int64).reshape(20, 18)
-    return ((pixels * 3 + 7 * step + 11 * env) % 251).astype(np.uint8)
+    pattern = ((pixels * 3 + start) % 251).astype(np.uint8)
+    pattern.flags.writeable = False
+    return pattern
 
 
+@lru_cache(4096)
 def observation(step: int, env: int, episode: int) -> dict[str, np.ndarray]:
     """What an environment gives at a step of an episode: the stack begins anew with it."""
     steps = [max(step - back, episode * EPISODE) for back in (3, 2, 1, 0)]
     vector = np.array([step, -env, step / (episode + 1)], np.float32)
-    return {"image": np.stack([frame(i, env) for i in steps]), "vector": vector}
+    image = np.stack([frame(i, env) for i in steps])
+    image.flags.writeable = vector.flags.writeable = False
+    return {"image": image, "vector": vector}
 
 
 def transition(step: int, n_envs: int) -> tuple[Any, ...]:
