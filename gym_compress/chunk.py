@@ -187,10 +187,11 @@ class _RawChunk:
         return chunk
 
     def seal(self) -> None:
+        self.room = self.filled
         chunk = self._chunk()
         if chunk is not None and not chunk.sealed:
             chunk.seal(self.filled * self.frames[:1].nbytes, self.frames.itemsize)
-        self.sealed, self.room = True, self.filled
+        self.sealed = True
 
 
 class ChunkWriter:

@@ -4,12 +4,12 @@ import math
 import subprocess
 import sys
 
-import gym_compress.compare as compare_module
+import gym_compress.commands.compare as compare_module
 import gymnasium as gym
 import numpy as np
 import pytest
-from gym_compress.cli import main
-from gym_compress.compare import CompareError, Recording, Replay, image_places, record
+from gym_compress.commands.cli import main
+from gym_compress.commands.compare import CompareError, Recording, Replay, image_places, record
 from gymnasium import spaces
 
 from tests.envs import PIXELS, AnyEnv, MovingSquare, assert_same, play

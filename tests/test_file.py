@@ -428,7 +428,7 @@ buffer.save(sys.argv[1])
 
 def test_a_file_that_nobody_can_write_is_read(path):
     """Where neither locks nor a log can be written, as on a medium that is read-only."""
-    import gym_compress.replay.reading as reading
+    import gym_compress.replay.file.reader as reading
 
     want = everything(load(path, device=None))
     modes = []

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from gym_compress.replay.writing import open_to_save
+from gym_compress.replay.file.writer import open_to_save
 from gymnasium import spaces
 from ray.exceptions import ActorUnavailableError
 

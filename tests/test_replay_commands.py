@@ -10,8 +10,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 import stable_baselines3 as sb3
-from gym_compress.cli import main
-from gym_compress.inspection import _newest
+from gym_compress.commands.cli import main
+from gym_compress.commands.inspect import _newest
 from gymnasium import spaces
 from stable_baselines3.common import buffers
 from stable_baselines3.common.save_util import save_to_pkl

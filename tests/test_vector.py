@@ -816,7 +816,7 @@ def test_a_batch_never_changes(kept):
 
 def test_equality_of_batches_is_one_bool(kept):
     (first, second), (array, _) = (each[20:22] for each in kept)
-    assert (first == CompressedBatch._of(list(first)), first == array, first == second) == (True, True, False)
+    assert (first == CompressedBatch.of(list(first)), first == array, first == second) == (True, True, False)
     assert (first == first[0], first == None, first != array) == (False, False, False)  # noqa: E711
     floats = CompressObservation(SyncVectorEnv([lambda: AnyEnv(spaces.Box(-1, 1, (30,)))]))
     assert (obs := floats.reset(seed=0)[0]) == obs
@@ -841,7 +841,7 @@ def test_a_list_of_batches_is_time_by_environment(kept):
     out = np.empty((2, 3, 4, 84, 84), np.uint8)
     assert decompress_batch(batches[8:10], out=out) is out
     assert_same(out, np.stack(arrays[8:10]))
-    for wrong in (batches[1][0], arrays[1][:2], CompressedBatch._of(list(batches[1])[:2])):
+    for wrong in (batches[1][0], arrays[1][:2], CompressedBatch.of(list(batches[1])[:2])):
         with pytest.raises(ValueError, match=r"Expected observation 1 to have shape \(3, 4, 84, 84\)"):
             decompress_batch([batches[0], wrong])
 

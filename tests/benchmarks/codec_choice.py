@@ -20,7 +20,7 @@ from collections.abc import Callable
 import cv2
 import gymnasium as gym
 import numpy as np
-from gym_compress.compare import CompareError, make_env, record
+from gym_compress.commands.compare import CompareError, make_env, record
 from gym_compress.stream import FrameCompressor
 from rich.console import Console
 from rich.progress import track

@@ -21,7 +21,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gym_compress.compare import Replay, machine, make_env, record
+from gym_compress.commands.compare import Replay, machine, make_env, record
 from gym_compress.stack_compressor import StackCompressor
 from rich.console import Console
 from rich.progress import track

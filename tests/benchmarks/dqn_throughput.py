@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gym_compress.compare import machine
+from gym_compress.commands.compare import machine
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table

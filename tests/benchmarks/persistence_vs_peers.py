@@ -32,7 +32,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from gym_compress.compare import CompareError, _resident, check_machine, machine
+from gym_compress.commands.compare import CompareError, _resident, check_machine, machine
 from gymnasium import spaces
 from gymnasium.wrappers import AtariPreprocessing
 from numpy.typing import NDArray

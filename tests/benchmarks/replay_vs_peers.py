@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gym_compress.compare import CompareError, Recording, _resident, check_machine, machine, make_env, record
+from gym_compress.commands.compare import CompareError, Recording, _resident, check_machine, machine, make_env, record
 from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation
 from numpy.typing import NDArray

@@ -19,7 +19,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import ray
-from gym_compress.compare import machine, make_env, record
+from gym_compress.commands.compare import machine, make_env, record
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table

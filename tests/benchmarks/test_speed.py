@@ -14,7 +14,7 @@ import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
-from gym_compress.compare import Replay, record
+from gym_compress.commands.compare import Replay, record
 from gym_compress.stream import FrameCompressor
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
