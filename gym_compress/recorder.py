@@ -54,18 +54,16 @@ class Recorder:
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._source: tuple[Chunk, ...] = ()  # of the newest observation, if it lies in several chunks
 
-    def record(self, slices: NDArray[Any], *, guess: int | None = None) -> int:
+    def record(self, slices: NDArray[Any]) -> int:
         """Takes an observation in.
 
         Args:
             slices: Its slices, as :meth:`gym_compress.slicing.Slicing.cut` gives them.
-            guess: By how many slices it is likely to have moved on, or None for what was so last. Where all
-                frames are alike several answers are right, and what comes regularly is read faster.
 
         Returns:
             The number of its first slice, which the others follow. Numbers begin at 1.
         """
-        shift = self.find_shift(slices, guess=guess)
+        shift = self.find_shift(slices)
         if shift:
             self._writer.append(slices[len(slices) - shift :])
         return self._writer.next_number - len(slices)
@@ -74,19 +72,15 @@ class Recorder:
         """Takes in the newest observation without its first slice, and with one more, ``slice_shape``."""
         self._writer.append(slice_[None])
 
-    def find_shift(self, slices: NDArray[Any], *, guess: int | None = None) -> int:
+    def find_shift(self, slices: NDArray[Any]) -> int:
         """By how many slices an observation moved on from the newest one, bit for bit.
 
         Returns:
             0 if it is the same, and the number of its slices if nothing is shared.
         """
-        count, ends_with = len(slices), self._writer.ends_with
-        first: int = self._shift if guess is None else guess
-        if first < count and ends_with(slices[: count - first]):
-            return first
-        shift: int
-        for shift in (self._shift, *range(count)):
-            if shift < count and ends_with(slices[: count - shift]):
+        count = len(slices)
+        for shift in (0, self._shift, *range(1, count)):
+            if shift < count and self._writer.ends_with(slices[: count - shift]):
                 self._shift = shift or self._shift
                 return shift
         return count

@@ -88,7 +88,7 @@ def assert_equal(one: Any, other: Any, *, draw: bool = False) -> None:
     """Both hold the same, and draw the same, if they are to draw."""
     assert (one.size(), one.pos, one.full, one.n_envs) == (other.size(), other.pos, other.full, other.n_envs)
     assert_same(everything(one), everything(other))
-    assert_same(one._ends[: one.size()], other._ends[: other.size()])
+    assert_same(one.table.ends[: one.size()], other.table.ends[: other.size()])
     if draw and one.size():
         assert_same(tuple(one.sample(20)), tuple(other.sample(20)))
 

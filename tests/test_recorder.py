@@ -32,9 +32,8 @@ def newest(recorder):
     moves=st.lists(st.integers(0, 6), min_size=1, max_size=40),
     frames_per_chunk=st.integers(1, 5),
     seals=st.sets(st.integers(0, 39)),
-    guess=st.sampled_from([None, 0, 1]),
 )
-def test_an_observation_is_written_as_far_as_it_is_new(moves, frames_per_chunk, seals, guess):
+def test_an_observation_is_written_as_far_as_it_is_new(moves, frames_per_chunk, seals):
     """A window of four moves on over different frames: each is written once, unless the window jumps."""
     frames = np.random.default_rng(0).integers(0, 255, (300, 2, 3), dtype=np.uint8)
     recorder = made((4, 2, 3), 4, frames_per_chunk=frames_per_chunk)
@@ -44,7 +43,7 @@ def test_an_observation_is_written_as_far_as_it_is_new(moves, frames_per_chunk, 
         at += by
         written += 4 if i == 0 else min(by, 4)
         stack = frames[at : at + 4]
-        number = recorder.record(recorder.slicing.cut(stack[None])[0], guess=guess)
+        number = recorder.record(recorder.slicing.cut(stack[None])[0])
         assert (number, recorder.next_number) == (written - 3, written + 1)
         assert_same(newest(recorder), stack)
         if i in seals:
@@ -73,21 +72,20 @@ def test_pushed_slices_make_stacks():
     assert recorder.next_number == 31
 
 
-def test_a_stack_with_equal_frames_is_found_whatever_is_guessed():
+def test_a_stack_with_equal_frames_is_found():
     still = np.full((1, 4, 5, 4), 7, np.uint8)
     recorder = made((4, 5, 4), 4)
     slices = recorder.slicing.cut(still)[0]
     assert recorder.record(slices) == 1
-    assert recorder.find_shift(slices) == 1
-    assert recorder.find_shift(slices, guess=0) == 0
+    assert recorder.find_shift(slices) == 0
     assert recorder.find_shift(slices + np.uint8(1)) == 4
 
 
 def test_compared_bit_for_bit():
     recorder = Recorder(Slicing((2,), np.dtype("f4"), 2), codec=Codec(), frames_per_chunk=4)
     recorder.record(np.array([[0.0], [np.nan]], "f4"))
-    assert recorder.find_shift(np.array([[0.0], [np.nan]], "f4"), guess=0) == 0
-    assert recorder.find_shift(np.array([[-0.0], [np.nan]], "f4"), guess=0) == 2
+    assert recorder.find_shift(np.array([[0.0], [np.nan]], "f4")) == 0
+    assert recorder.find_shift(np.array([[-0.0], [np.nan]], "f4")) == 2
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda recorder: pickle.loads(pickle.dumps(recorder))])

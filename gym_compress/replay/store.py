@@ -48,6 +48,7 @@ class ObservationStore:
     Attributes:
         slicing: How observations are cut into slices.
         index: The chunks, with a stream for each environment.
+        recorders: What records the observations of each environment.
         references: ``(rows, n_envs)`` int32 or int64: the number of each observation's first slice in the
             stream, which the others follow, 0 where nothing was written.
 
@@ -71,7 +72,7 @@ class ObservationStore:
         frames_per_chunk = resolve_frames_per_chunk(frames_per_chunk, self.slicing.frame_nbytes)
         self.index = ChunkIndex(self.slicing, n_envs)
         self.references: NDArray[np.signedinteger[Any]] = np.zeros((rows, n_envs), np.int32)
-        self._recorders = [
+        self.recorders = [
             Recorder(
                 self.slicing,
                 codec=codec,
@@ -80,13 +81,11 @@ class ObservationStore:
             )
             for env in range(n_envs)
         ]
-        self._guess: int | None = 0  # an observation is mostly what was the next one before
 
     def twin(self) -> ObservationStore:
         """An empty store that shares this one's chunks: for the next observations."""
         twin = copy.copy(self)
         twin.references = np.zeros(self.references.shape, self.references.dtype)
-        twin._guess = None
         return twin
 
     @property
@@ -128,10 +127,7 @@ class ObservationStore:
     def write(self, row: int, batch: NDArray[Any]) -> None:
         """Writes a row: an array ``(n_envs, *observation)`` of the dtype."""
         slices = self.slicing.cut(batch)
-        references = [
-            recorder.record(own, guess=self._guess)
-            for recorder, own in zip(self._recorders, slices, strict=True)
-        ]
+        references = [recorder.record(own) for recorder, own in zip(self.recorders, slices, strict=True)]
         self._refer(row, references, max(references))
 
     def _refer(self, key: Any, references: Any, largest: int) -> None:
@@ -155,10 +151,10 @@ class ObservationStore:
         """
         streams = np.concatenate((envs, envs))
         references = np.concatenate((self.references[rows, envs], twin.references[rows, envs]))
-        newest = np.zeros(len(self._recorders), np.int64)
+        newest = np.zeros(len(self.recorders), np.int64)
         np.maximum.at(newest, streams, references)
         for env in np.flatnonzero(newest):
-            recorder = self._recorders[env]
+            recorder = self.recorders[env]
             if newest[env] + self.slicing.count > recorder.first_raw:
                 # what comes next is written whole, and can be taken without these chunks
                 recorder.restart(recorder.next_number)
@@ -181,7 +177,7 @@ class ObservationStore:
             places = np.flatnonzero(envs == env)
             references = parcel.references[:, places]
             chunks, taken = index.take(np.zeros(references.size, np.int64), references.ravel())
-            recorder = self._recorders[env]
+            recorder = self.recorders[env]
             recorder.restart(recorder.next_number)
             moved = self.index.adopt(env, chunks) - 1
             recorder.restart(self.index.span(env)[1])
@@ -194,12 +190,12 @@ class ObservationStore:
         for store in (self, *twins):
             store.references.fill(0)
         self.index.clear()
-        for recorder in self._recorders:
+        for recorder in self.recorders:
             recorder.restart(1)
 
     def seal(self) -> None:
         """Compresses what is raw so far."""
-        for recorder in self._recorders:
+        for recorder in self.recorders:
             recorder.seal()
 
     def restore(self, references: NDArray[np.signedinteger[Any]]) -> None:
@@ -208,7 +204,7 @@ class ObservationStore:
         Raises:
             CorruptDataError: If a slice is not there.
         """
-        for env, recorder in enumerate(self._recorders):
+        for env, recorder in enumerate(self.recorders):
             self.index.check(env, references[:, env])
             recorder.restart(self.index.span(env)[1])
         self._refer(slice(len(references)), references, references.max(initial=0))
