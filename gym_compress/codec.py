@@ -173,11 +173,25 @@ def _compression(codec: Codec, itemsize: int) -> dict[str, Any]:
     }
 
 
-# Decompresses a Blosc2 buffer into the front of a C-contiguous array that is at least as large, of which it
-# makes sure before it writes. It keeps Blosc2's own context, where `decompress2` would make one for each
-# call. A buffer of one block, which is one below 512 MiB, is decoded by the caller's thread alone, whatever
-# the number of threads that Blosc2 is set to.
-decode = blosc2.decompress
+def decode(encoded: bytes, out: NDArray[np.uint8] | memoryview) -> None:
+    """Decompresses a Blosc2 buffer of one block into the front of ``out``, in the calling thread alone.
+
+    Blosc2 trusts what a buffer says of itself, so one from elsewhere must have passed :func:`check_encoded`.
+
+    Args:
+        encoded: The buffer.
+        out: Where it goes: C-contiguous bytes, at least as many as it holds.
+
+    Raises:
+        CorruptDataError: If it cannot be decoded, or holds more than there is room for, of which Blosc2 makes
+            sure before it writes.
+    """
+    try:
+        blosc2.decompress(encoded, out)  # in a context that is kept; `decompress2` makes one for each call
+    except (RuntimeError, ValueError) as error:
+        raise CorruptDataError(
+            f"A compressed chunk of {len(encoded)} bytes could not be decoded: {error}"
+        ) from None
 
 
 def check_encoded(encoded: bytes, nbytes: int) -> None:
