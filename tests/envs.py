@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from gym_compress import CompressedObservation
+from gym_compress.wrappers.compress import compress, make_recorder
+
 PIXELS = spaces.Box(0, 255, (24, 20), np.uint8)
+
+
+def compressor(
+    space: spaces.Box, frames_per_chunk: int | None = None
+) -> Callable[[Any], CompressedObservation]:
+    """What compresses the frames of a stream, one after another."""
+    recorder = make_recorder(space, codec="auto", frames_per_chunk=frames_per_chunk)
+    return lambda frame: compress(recorder, frame)
 
 
 class AnyEnv(gym.Env[Any, Any]):

@@ -3,14 +3,13 @@ import threading
 
 import numpy as np
 import pytest
-from gym_compress.stream import FrameCompressor
 from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gym_compress.chunk
 from gym_compress import CompressedFrameStack, CompressedObservation, CompressObservation, decompress_batch
-from tests.envs import AnyEnv, MovingSquare, assert_same, play
+from tests.envs import AnyEnv, MovingSquare, assert_same, compressor, play
 
 MIXED = spaces.Dict(
     image=spaces.Box(0, 255, (20, 30, 3), np.uint8),
@@ -92,7 +91,7 @@ def test_each_chunk_is_decoded_once(kept, monkeypatch):
     assert_same(decompress_batch(pairs), np.stack([np.asarray(obs) for obs in pairs]))
     del decoded[:]
     decompress_batch(pairs)
-    touched = {id(chunk.content) for obs in pairs for chunk in obs._chunks()}
+    touched = {id(chunk.content) for obs in pairs for chunk in obs.chunks}
     assert len(decoded) == len(touched) == len({id(content) for content in decoded})
     decompress_batch([kept[-1], kept[-2]])
     assert len(decoded) == len(touched)  # the newest are raw
@@ -223,7 +222,7 @@ def test_bad_batches_are_refused(batch, error, message):
 
 def test_empty_and_zero_dimensional_leaves():
     for shape in [(0,), (2, 0, 3), ()]:
-        compress = FrameCompressor(spaces.Box(-1, 1, shape, np.float32), frames_per_chunk=2)
+        compress = compressor(spaces.Box(-1, 1, shape, np.float32), frames_per_chunk=2)
         frames = [np.full(shape, i / 10, np.float32) for i in range(7)]
         kept = [compress(frame) for frame in frames]
         assert_same(decompress_batch(kept), np.stack(frames))

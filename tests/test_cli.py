@@ -4,14 +4,14 @@ import math
 import subprocess
 import sys
 
-import gym_compress.commands.compare as compare_module
 import gymnasium as gym
 import numpy as np
 import pytest
-from gym_compress.commands.cli import main
-from gym_compress.commands.compare import CompareError, Recording, Replay, image_places, record
 from gymnasium import spaces
 
+import gym_compress.commands.compare as compare_module
+from gym_compress.commands.cli import main
+from gym_compress.commands.compare import CompareError, Recording, Replay, image_places, record
 from tests.envs import PIXELS, AnyEnv, MovingSquare, assert_same, play
 
 NESTED = spaces.Dict(

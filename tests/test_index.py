@@ -44,7 +44,9 @@ def references_of(data, index, kept, n):
         oldest, end = index.span(stream)
         most = end - COUNT
         streams.append(stream)
-        numbers.append(data.draw(st.integers(oldest, most)) if most >= oldest and data.draw(st.booleans()) else 0)
+        numbers.append(
+            data.draw(st.integers(oldest, most)) if most >= oldest and data.draw(st.booleans()) else 0
+        )
     return np.array(streams, np.int64), np.array(numbers, np.int64)
 
 

@@ -7,7 +7,6 @@ import sys
 import gymnasium as gym
 import numpy as np
 import pytest
-from gym_compress.stream import FrameCompressor
 from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,8 +21,7 @@ from gym_compress import (
     CorruptDataError,
     decompress_batch,
 )
-from gym_compress.observation import stack
-from tests.envs import MovingSquare, assert_same, play
+from tests.envs import MovingSquare, assert_same, compressor, play
 
 arrays = hnp.arrays(
     st.sampled_from(["?", "i1", "u1", ">i2", "u4", "i8", "f2", ">f4", "f8"]),
@@ -70,7 +68,7 @@ def test_indexing_is_numpys(data):
 
 
 def test_without_dimensions():
-    obs = FrameCompressor(spaces.Box(-1, 1, (), np.float32))(0.25)
+    obs = compressor(spaces.Box(-1, 1, (), np.float32))(0.25)
     assert_same(obs, np.float32(0.25))
     assert obs.shape == ()
     assert float(np.asarray(obs)) == 0.25
@@ -179,7 +177,7 @@ def test_what_it_costs(kept):
     assert kept[-1].cbytes == kept[-1].nbytes  # its chunk is open
     sealed = [kept[i]._source for i in range(5, 60) if not isinstance(kept[i]._source, tuple)]
     assert sealed[0] is sealed[1]
-    share = sum(obs._source.cbytes for obs in kept[5:6]) * 4 / 12
+    share = sum(obs.source.cbytes for obs in kept[5:6]) * 4 / 12
     assert share <= CompressedObservation.cbytes.fget(kept[5]) <= share + 1
 
 
@@ -200,7 +198,7 @@ def test_a_list_costs_at_most_80_bytes_an_observation():
 
 def test_stacks_in_a_row_are_one_piece():
     env = CompressedFrameStack(MovingSquare(), 4)
-    assert {len(obs._layout.pieces) for obs in play(env, 60)[4:]} == {1, 2}
+    assert {len(obs.layout.pieces) for obs in play(env, 60)[4:]} == {1, 2}
 
 
 def test_nothing_decoded_is_kept(kept):
@@ -223,8 +221,8 @@ def test_nothing_decoded_is_kept(kept):
 def test_detach_lets_the_neighbours_go(kept):
     obs = kept[-1].detach()
     assert_same(obs, np.asarray(kept[-1]))
-    assert obs._source.sealed
-    assert obs._source.nbytes == obs.nbytes
+    assert obs.source.sealed
+    assert obs.source.nbytes == obs.nbytes
     assert obs.cbytes < obs.nbytes / 10
 
 
@@ -232,10 +230,10 @@ def test_from_frames_compresses_arrays_and_takes_observations_over(monkeypatch):
     frames = [np.full((3, 2), i, ">f4") for i in range(3)]
     obs = CompressedObservation.from_frames(iter(frames), codec=Codec("zstd", 2))
     assert_same(obs, native(np.stack(frames)))
-    assert obs._source.codec == Codec("zstd", 2)
+    assert obs.source.codec == Codec("zstd", 2)
 
     single = [
-        FrameCompressor(spaces.Box(0, 255, (6, 6), np.uint8))(np.full((6, 6), i, np.uint8)) for i in range(4)
+        compressor(spaces.Box(0, 255, (6, 6), np.uint8))(np.full((6, 6), i, np.uint8)) for i in range(4)
     ]
     monkeypatch.setattr(Codec, "encode", lambda *args: pytest.fail("encoded again"))
     assert_same(CompressedObservation.from_frames(single), np.stack(single))
@@ -252,7 +250,7 @@ def test_from_frames_compresses_arrays_and_takes_observations_over(monkeypatch):
         (["a", "b"], TypeError, "booleans, integers or floats"),
         ([None], TypeError, "booleans, integers or floats"),
         ([np.zeros(2, complex)], TypeError, "complex"),
-        ([FrameCompressor(spaces.Box(0, 1, (2,), np.int8))([0, 1])] * 2, TypeError, "string or a Codec"),
+        ([compressor(spaces.Box(0, 1, (2,), np.int8))([0, 1])] * 2, TypeError, "string or a Codec"),
     ],
 )
 def test_from_frames_refuses(frames, error, message):
@@ -271,8 +269,9 @@ def test_what_exceeds_blosc2_is_refused(monkeypatch):
 
 
 def test_stacks_of_anything_equal_numpys():
+    stack = CompressedObservation.from_frames
     rng = np.random.default_rng(0)
-    compress = [FrameCompressor(spaces.Box(0, 255, (3, 5), np.uint8), frames_per_chunk=n) for n in (1, 2, 5)]
+    compress = [compressor(spaces.Box(0, 255, (3, 5), np.uint8), frames_per_chunk=n) for n in (1, 2, 5)]
     pool = [compress[i % 3](rng.integers(0, 255, (3, 5), np.uint8)) for i in range(60)]
     for _ in range(200):
         picked = [pool[i] for i in rng.integers(60, size=rng.integers(1, 7))]
@@ -281,10 +280,10 @@ def test_stacks_of_anything_equal_numpys():
         twice = stack([stacked, stacked])
         assert_same(twice, np.stack([stacked, stacked]))
         assert_same(pickle.loads(pickle.dumps(twice)), np.asarray(twice))
-    with pytest.raises(ValueError, match="Observation 1 has shape"):
+    with pytest.raises(ValueError, match="Frame 1 has shape"):
         stack([pool[0], stacked])
     other = CompressedObservation.from_frames([np.zeros((3, 5), np.int8)])
-    with pytest.raises(ValueError, match=r"Observation 1 has shape .* int8"):
+    with pytest.raises(ValueError, match=r"Frame 1 has shape .* int8"):
         stack([stack([pool[0]]), other])
 
 
@@ -292,10 +291,10 @@ def test_pickles_share_chunks(kept):
     data = pickle.dumps(kept)
     again = pickle.loads(data)
     assert_same(decompress_batch(again), decompress_batch(kept))
-    chunks = {id(chunk): chunk for obs in kept[:60] for chunk in obs._chunks()}.values()
+    chunks = {id(chunk): chunk for obs in kept[:60] for chunk in obs.chunks}.values()
     sealed = sum(chunk.cbytes for chunk in chunks if chunk.sealed)
     assert len(pickle.dumps(kept[:60])) < sealed + 60 * 40 + 1000
-    assert len({id(chunk) for obs in again[:60] for chunk in obs._chunks()}) == len(chunks)
+    assert len({id(chunk) for obs in again[:60] for chunk in obs.chunks}) == len(chunks)
     one = pickle.dumps(kept[-1])
     assert len(one) < kept[-1].nbytes / 10  # its own frames, compressed
     assert_same(pickle.loads(one), np.asarray(kept[-1]))
@@ -304,7 +303,7 @@ def test_pickles_share_chunks(kept):
 
 def test_a_damaged_pickle_is_refused(kept):
     data = bytearray(pickle.dumps(kept[30]))
-    content = kept[30]._chunks()[0].content
+    content = kept[30].chunks[0].content
     at = data.index(content)
     data[at + 12] ^= 0xFF  # the buffer's own length
     with pytest.raises(CorruptDataError, match="checksum"):
@@ -356,7 +355,7 @@ def test_compressed_box_contains_what_the_box_does(box):
     assert space == box
     assert box == space
     assert (space.is_bounded(), space.is_bounded("below")) == (box.is_bounded(), box.is_bounded("below"))
-    compress = FrameCompressor(box)
+    compress = compressor(box)
     for array in [np.asarray(box.sample()), np.zeros(box.shape, box.dtype), np.ones(box.shape, box.dtype)]:
         assert space.contains(compress(array)) is space.contains(array) is box.contains(array)
     if box.dtype.kind == "f":

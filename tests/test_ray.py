@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from gym_compress.replay.file.writer import open_to_save
 from gymnasium import spaces
 from ray.exceptions import ActorUnavailableError
 
@@ -28,6 +27,7 @@ from gym_compress import CompressedFrameStack, CompressedReplayBuffer, CorruptDa
 from gym_compress.ray import ReplayWriter, ShardedReplay
 from gym_compress.ray.actor import answer
 from gym_compress.ray.writer import _IN_FLIGHT, _ROWS
+from gym_compress.replay.file.writer import open_to_save
 from tests.envs import MovingSquare, assert_same
 from tests.replays import ACTIONS, MIXED, STACKS, everything, feed, made, transition
 

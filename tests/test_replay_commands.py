@@ -10,8 +10,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 import stable_baselines3 as sb3
-from gym_compress.commands.cli import main
-from gym_compress.commands.inspect import _newest
 from gymnasium import spaces
 from stable_baselines3.common import buffers
 from stable_baselines3.common.save_util import save_to_pkl
@@ -19,6 +17,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 import gym_compress.sb3 as ours
 from gym_compress import CompressedReplayBuffer
+from gym_compress.commands.cli import main
+from gym_compress.commands.inspect import _newest
 from tests.envs import assert_same
 from tests.replays import ACTIONS, STACKS, assert_holds, everything, feed, forge, made
 from tests.test_file import ATTACKS

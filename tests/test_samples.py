@@ -32,7 +32,9 @@ def empty(like, **kwargs):
 def chunks_of(buffer):
     """The chunks that a buffer holds, of all streams."""
     indexes = [store.index for store, _ in buffer.table.stores]
-    return [chunk for index in indexes for env in range(index.streams) for _, _, chunk in index.unsaved(env, True)]
+    return [
+        chunk for index in indexes for env in range(index.streams) for _, _, chunk in index.unsaved(env, True)
+    ]
 
 
 @pytest.mark.parametrize("space", [STACKS, MIXED], ids=["box", "dict"])

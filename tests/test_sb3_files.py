@@ -113,7 +113,7 @@ def test_each_class_loads_what_another_saved(tmp_path):
     again = Neutral.load(path, device=None)
     rows = np.arange(40)
     assert_same(tuple(again.get(rows)), tuple(neutral.get(rows)))
-    assert_same(again._ends[: again.size()], neutral._ends[: neutral.size()])
+    assert_same(again.table.ends[: again.size()], neutral.table.ends[: neutral.size()])
     for step in steps:
         neutral.add(*step), again.add(*step)
     assert_same(tuple(again.get(rows)), tuple(neutral.get(rows)))
@@ -310,5 +310,5 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     buffer = ours.CompressedNStepReplayBuffer(30, STACKS, DISCRETE, "cpu", n_steps=np.int64(2), **kwargs)
     buffer.save(tmp_path / "a.replay")
     loaded = ours.CompressedNStepReplayBuffer.load(tmp_path / "a.replay", device="cpu")
-    assert (loaded.n_steps, loaded._compression["frames_per_chunk"]) == (2, 5)
+    assert (loaded.n_steps, loaded.table.compression.frames_per_chunk) == (2, 5)
     Neutral(30, STACKS, DISCRETE, None, path=tmp_path / "b.replay", **kwargs).close()

@@ -20,13 +20,13 @@ from collections.abc import Callable
 import cv2
 import gymnasium as gym
 import numpy as np
-from gym_compress.commands.compare import CompareError, make_env, record
 from gym_compress.stream import FrameCompressor
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from gym_compress import Codec, CompressedObservation, decompress_batch
+from gym_compress.commands.compare import CompareError, make_env, record
 from gym_compress.observation import stack
 
 CODECS = [

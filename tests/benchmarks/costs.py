@@ -21,7 +21,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gym_compress.commands.compare import Replay, machine, make_env, record
 from gym_compress.stack_compressor import StackCompressor
 from rich.console import Console
 from rich.progress import track
@@ -31,6 +30,7 @@ import gym_compress.chunk
 import gym_compress.replay.store
 from gym_compress import Codec, CompressedFrameStack, CompressedReplayBuffer
 from gym_compress.chunk import ChunkWriter
+from gym_compress.commands.compare import Replay, machine, make_env, record
 from gym_compress.slicing import Newest
 
 SPACE = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)

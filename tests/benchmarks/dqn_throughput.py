@@ -17,10 +17,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gym_compress.commands.compare import machine
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from gym_compress.commands.compare import machine
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "cleanrl_dqn_atari.py"
 KINDS = {

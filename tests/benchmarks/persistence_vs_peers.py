@@ -32,7 +32,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from gym_compress.commands.compare import CompareError, _resident, check_machine, machine
 from gymnasium import spaces
 from gymnasium.wrappers import AtariPreprocessing
 from numpy.typing import NDArray
@@ -43,6 +42,7 @@ from rich.table import Table
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
+from gym_compress.commands.compare import CompareError, _resident, check_machine, machine
 from gym_compress.sb3 import CompressedReplayBuffer
 
 RECORDED = 4_000

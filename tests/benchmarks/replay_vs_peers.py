@@ -34,7 +34,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gym_compress.commands.compare import CompareError, Recording, _resident, check_machine, machine, make_env, record
 from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation
 from numpy.typing import NDArray
@@ -45,6 +44,15 @@ from rich.table import Table
 from stable_baselines3 import DQN
 from stable_baselines3.common.buffers import ReplayBuffer
 
+from gym_compress.commands.compare import (
+    CompareError,
+    Recording,
+    _resident,
+    check_machine,
+    machine,
+    make_env,
+    record,
+)
 from gym_compress.sb3 import CompressedReplayBuffer
 
 GAMES = ["Pong", "Breakout", "Seaquest", "MsPacman", "Enduro"]

@@ -19,12 +19,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import ray
-from gym_compress.commands.compare import machine, make_env, record
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from gym_compress import CompressedReplayBuffer
+from gym_compress.commands.compare import machine, make_env, record
 from gym_compress.ray import ShardedReplay
 
 SPACE = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)

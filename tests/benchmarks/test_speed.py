@@ -14,7 +14,6 @@ import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
-from gym_compress.commands.compare import Replay, record
 from gym_compress.stream import FrameCompressor
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
@@ -27,6 +26,7 @@ from gym_compress import (
     decompress_batch,
 )
 from gym_compress.codec import decode
+from gym_compress.commands.compare import Replay, record
 from gym_compress.wrappers import vector
 
 CODECS = ["lz4:5", "lz4hc:5", "zstd:1", "zstd:5"]

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 from ale_py import AtariVectorEnv
-from gym_compress.commands.compare import _resident, check_machine, machine
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from gym_compress import decompress_batch
+from gym_compress.commands.compare import _resident, check_machine, machine
 from gym_compress.wrappers.vector import CompressObservation
 
 BARE = "AtariVectorEnv"
