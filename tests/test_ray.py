@@ -3,8 +3,8 @@
 import json
 import os
 import pickle
-import shutil
 import select
+import shutil
 import signal
 import sqlite3
 import subprocess
