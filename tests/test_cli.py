@@ -190,6 +190,7 @@ def test_runs_as_a_module():
     assert "compare" in run.stdout
 
 
+@pytest.mark.slow
 def test_stepping_an_atari_game(tmp_path):
     report = tmp_path / "r.json"
     assert main(["compare", "ALE/Pong-v5", "--steps", "300", "--codec", "zstd:1", "--json", str(report)]) == 0

@@ -418,8 +418,19 @@ def test_rows_that_are_not_named_are_refused(ids):
         ours.step(np.zeros(2, int))
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"grayscale": False}, {"stack_num": 1}, {"batch_size": 2}], ids=str)
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize(
+    ("mode", "kwargs"),
+    [
+        pytest.param(
+            mode,
+            kwargs,
+            marks=[] if (mode, *kwargs) in {("NextStep",), ("SameStep", "batch_size")} else pytest.mark.slow,
+        )
+        for mode in ("NextStep", "SameStep")
+        for kwargs in ({}, {"grayscale": False}, {"stack_num": 1}, {"batch_size": 2})
+    ],
+    ids=str,
+)
 def test_ales_environment(mode, kwargs):
     record = Recorded(ale_py.AtariVectorEnv("breakout", 3, autoreset_mode=mode, episodic_life=True, **kwargs))
     ours = CompressObservation(record)
