@@ -361,7 +361,10 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(
+    "attack",
+    [pytest.param(each, marks=pytest.mark.slow if each == "a huge blob" else []) for each in ATTACKS],
+)
 def test_a_file_of_somebody_with_bad_intent_is_refused(path, attack):
     forge(path, ATTACKS[attack])
     for lazy in (False, True):

@@ -33,7 +33,7 @@ from tests.test_sb3 import (
 load = ours.CompressedReplayBuffer.load
 
 
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("mine", "theirs", "space", "actions", "kwargs"), CASES)
 def test_a_loaded_buffer_goes_on_as_sb3s_does(tmp_path, mine, theirs, space, actions, kwargs, lazy):
     space = DICT if space == "dict" else SPACES[space]
@@ -175,6 +175,7 @@ def test_the_callback_needs_one_of_these_buffers(tmp_path):
         model(None).learn(5, callback=ours.CheckpointReplayCallback(25, str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_going_on_from_a_file_trains_as_going_on_from_a_pickle(tmp_path):
     weights = []
     for kind in ("file", "pickle"):

@@ -102,7 +102,13 @@ def assert_equal_runs(ours, theirs, steps=30):
         assert_same(mine, other)
 
 
-@each_mode
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, id=mode.value, marks=[] if mode == AutoresetMode.SAME_STEP else pytest.mark.slow)
+        for mode in AutoresetMode
+    ],
+)
 @each_space
 def test_compress_equals_the_bare_environment(space, mode):
     assert_equal_runs(CompressObservation(make(space, mode), frames_per_chunk=3), make(space, mode))
