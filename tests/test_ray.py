@@ -545,6 +545,7 @@ def test_a_restarted_shard_whose_checkpoint_is_damaged_tells(sharded, tmp_path):
             call()
 
 
+@pytest.mark.slow
 def test_a_writer_sends_again_what_the_shards_code_refused(sharded):
     replay = sharded(num_shards=1)
     writer = add(replay.writer("w"), range(20))
@@ -790,6 +791,7 @@ def test_damaged_checkpoints_are_refused(saved, sharded, tmp_path, damage):
         sharded(load=folder)
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_not_there(saved, sharded, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"replay\.json"):
         sharded(load=tmp_path)

@@ -349,6 +349,7 @@ def test_missing_extras_are_named(path, monkeypatch, capsys):
     assert 'pip install "gym-compress[sb3]"' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_run_as_a_module(path):
     done = subprocess.run(
         [sys.executable, "-m", "gym_compress", "verify", str(path)],

@@ -230,6 +230,7 @@ def test_the_example_goes_on_after_a_kill(tmp_path):
     assert "going on from dqn_500_steps.zip with 300 transitions" in third.stdout
 
 
+@pytest.mark.slow
 def test_a_model_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
     """What is there while a model is being saved, and when that fails, is the last one."""
     callback = ours.CheckpointReplayCallback(20, str(tmp_path), "x")
