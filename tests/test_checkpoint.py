@@ -218,9 +218,9 @@ def test_a_buffer_whose_chunks_are_in_a_file_can_be_copied_to_another(tmp_path):
     assert_holds(load(tmp_path / "copy.replay", device=None), 70)
 
 
-@pytest.mark.parametrize("steps", [1400, pytest.param(2000, marks=pytest.mark.slow)])
-def test_chunks_are_in_the_file_from_the_start(tmp_path, steps):
-    path = tmp_path / "a.replay"
+@pytest.mark.slow
+def test_chunks_are_in_the_file_from_the_start(tmp_path):
+    path, steps = tmp_path / "a.replay", 2000
     with (
         made(steps, rows=3 * steps // 10, space=STACKS, path=path) as buffer,
         made(steps, rows=3 * steps // 10, space=STACKS) as memory,
@@ -249,7 +249,7 @@ def test_chunks_are_in_the_file_from_the_start(tmp_path, steps):
     assert_equal(load(path, device=None), memory)
 
 
-@pytest.mark.parametrize("kind", ["memory", "lazy"])
+@pytest.mark.parametrize("kind", [pytest.param("memory", marks=pytest.mark.slow), "lazy"])
 def test_what_was_written_ahead_of_a_checkpoint_does_not_count(tmp_path, kind):
     path = tmp_path / "a.replay"
     with made(300, rows=200, space=STACKS, path=path) as buffer:
@@ -414,7 +414,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize("kind", [pytest.param("memory", marks=pytest.mark.slow), "file"])
 def test_a_process_that_dies_at_any_statement_leaves_a_whole_checkpoint(tmp_path, kind):
     path = tmp_path / "a.replay"
     size, dead = 0, 0
@@ -466,9 +466,24 @@ FULL = sqlite3.OperationalError("database or disk is full")
 FULL.sqlite_errorcode = sqlite3.SQLITE_FULL
 
 
-@pytest.mark.parametrize("kind", ["memory", "path", "lazy"])
 @pytest.mark.parametrize(
-    ("error", "after"), [(KeyboardInterrupt(), False), (KeyboardInterrupt(), True), (FULL, False)]
+    ("kind", "error", "after"),
+    [
+        ("memory", KeyboardInterrupt(), False),
+        ("path", KeyboardInterrupt(), True),
+        ("lazy", FULL, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("path", KeyboardInterrupt(), False),
+                ("lazy", KeyboardInterrupt(), False),
+                ("memory", KeyboardInterrupt(), True),
+                ("lazy", KeyboardInterrupt(), True),
+                ("memory", FULL, False),
+                ("path", FULL, False),
+            )
+        ),
+    ],
 )
 def test_an_error_at_any_statement_leaves_file_and_buffer_in_step(tmp_path, monkeypatch, kind, error, after):
     """Also where wrappers still write chunks, of which a file gets a copy."""
@@ -529,7 +544,7 @@ def interrupting(left):
     return trace
 
 
-@pytest.mark.parametrize("kind", ["memory", "path"])
+@pytest.mark.parametrize("kind", [pytest.param("memory", marks=pytest.mark.slow), "path"])
 def test_what_an_interrupted_add_leaves_can_be_saved(tmp_path, kind):
     """Ctrl+C at any line, then save: the file can be loaded, and holds what the buffer holds."""
     buffer = made(
@@ -560,7 +575,7 @@ def test_what_an_interrupted_add_leaves_can_be_saved(tmp_path, kind):
     buffer.close()
 
 
-@pytest.mark.parametrize("kind", ["memory", "path"])
+@pytest.mark.parametrize("kind", [pytest.param("memory", marks=pytest.mark.slow), "path"])
 def test_what_an_interrupted_reset_leaves_can_be_saved(tmp_path, kind):
     buffer = made(0, rows=30, space=MIXED, path=tmp_path / "own.replay" if kind == "path" else None)
     path, interrupted = tmp_path / "a.replay", 0
@@ -757,8 +772,15 @@ assert_equal(CompressedReplayBuffer.load(path, device=None), made(step + 100, **
 """
 
 
-@pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        ("memory", 200),
+        pytest.param("file", 200, marks=pytest.mark.slow),
+        pytest.param("memory", 1000, marks=pytest.mark.slow),
+        pytest.param("file", 1000, marks=pytest.mark.slow),
+    ],
+)
 def test_a_full_disk_leaves_file_and_buffer_as_they_were(tmp_path, kind, steps):
     subprocess.run([sys.executable, "-c", DISK, str(tmp_path / "a.replay"), kind, str(steps)], check=True)
 

@@ -149,9 +149,8 @@ def until(true):
         pass
 
 
-@pytest.mark.parametrize(
-    "space", [pytest.param(STACKS, id="box", marks=pytest.mark.slow), pytest.param(MIXED, id="dict")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("space", [STACKS, MIXED], ids=["box", "dict"])
 def test_what_collectors_add_is_drawn(sharded, space):
     replay = sharded(space=space, num_shards=3)
     writers = [replay.writer(f"w{i}") for i in range(3)]
@@ -193,6 +192,7 @@ def test_samples_are_drawn_position_by_position_from_the_replays_own_generator(s
     assert drawn.tolist() == np.concatenate([expected(2000), expected(2000)])[:2500].tolist()
 
 
+@pytest.mark.slow
 def test_shards_evict_first_in_first_out_and_hold_buffer_size_together(sharded):
     replay = sharded(500, num_shards=3)
     for number in range(3):
@@ -314,6 +314,7 @@ def test_a_shard_takes_each_parcel_once_and_none_after_a_gap(sharded):
     assert contents(replay) == [[*range(20), *range(10), *range(40, 50)]]
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_a_parcel_is_sent(sharded, monkeypatch):
     replay = sharded(num_shards=1)
     writer = replay.writer("w")
@@ -544,6 +545,7 @@ def test_a_restarted_shard_whose_checkpoint_is_damaged_tells(sharded, tmp_path):
             call()
 
 
+@pytest.mark.slow
 def test_a_writer_sends_again_what_the_shards_code_refused(sharded):
     replay = sharded(num_shards=1)
     writer = add(replay.writer("w"), range(20))
@@ -581,6 +583,7 @@ def test_an_interrupt_while_parcels_are_forgotten(sharded, tmp_path):
     assert contents(replay) == [[*range(20), *range(30, 35)]]
 
 
+@pytest.mark.slow
 def test_a_second_save_writes_what_is_new(sharded, tmp_path):
     replay = sharded(num_shards=1, folder=tmp_path)
     writer = add(replay.writer("w"), range(100))
@@ -598,6 +601,7 @@ def test_a_second_save_writes_what_is_new(sharded, tmp_path):
     assert len(rows()) > len(before) > 5
 
 
+@pytest.mark.slow
 def test_a_manifest_that_cannot_be_written(sharded, tmp_path, monkeypatch):
     replay = sharded(num_shards=1, folder=tmp_path)
     replay.save()
@@ -787,6 +791,7 @@ def test_damaged_checkpoints_are_refused(saved, sharded, tmp_path, damage):
         sharded(load=folder)
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_not_there(saved, sharded, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"replay\.json"):
         sharded(load=tmp_path)
@@ -800,7 +805,7 @@ def test_checkpoints_that_are_not_there(saved, sharded, tmp_path):
 
 def test_several_learners_draw_each_for_itself(sharded):
     replay = sharded()
-    add(replay.writer("w"), range(300)).flush()
+    ray.get(collect.remote(replay.writer("w"), range(300)))
 
     @ray.remote(num_cpus=0)
     def learn(replay):
@@ -927,6 +932,7 @@ def test_without_ray():
     assert "gym-compress[ray]" in run.stderr
 
 
+@pytest.mark.slow
 def test_what_travels_is_small(sharded):
     """A pickled Box of the shape of four Atari frames alone takes 113 KB."""
     replay = sharded(space=spaces.Box(0, 255, (4, 84, 84), np.uint8))

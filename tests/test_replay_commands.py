@@ -100,7 +100,12 @@ def test_verify(path, capsys):
     assert "missing" in lines[2]
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+QUICK = {"a capacity beyond the limit", "full that is no flag", "a bomb", "a column more", "a later version"}
+
+
+@pytest.mark.parametrize(
+    "attack", [pytest.param(each, marks=[] if each in QUICK else pytest.mark.slow) for each in ATTACKS]
+)
 def test_commands_over_files_of_somebody_with_bad_intent(path, capsys, attack):
     forge(path, ATTACKS[attack])
     assert run("verify", path) == 1
@@ -344,6 +349,7 @@ def test_missing_extras_are_named(path, monkeypatch, capsys):
     assert 'pip install "gym-compress[sb3]"' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_run_as_a_module(path):
     done = subprocess.run(
         [sys.executable, "-m", "gym_compress", "verify", str(path)],

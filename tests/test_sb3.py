@@ -112,7 +112,7 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize("n_envs", [1, 3])
+@pytest.mark.parametrize("n_envs", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(("mine", "theirs", "space", "actions", "kwargs"), CASES)
 def test_batches_equal_sb3s(mine, theirs, space, actions, kwargs, n_envs):
     space = DICT if space == "dict" else SPACES[space]

@@ -33,7 +33,7 @@ from tests.test_sb3 import (
 load = ours.CompressedReplayBuffer.load
 
 
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("mine", "theirs", "space", "actions", "kwargs"), CASES)
 def test_a_loaded_buffer_goes_on_as_sb3s_does(tmp_path, mine, theirs, space, actions, kwargs, lazy):
     space = DICT if space == "dict" else SPACES[space]
@@ -175,6 +175,7 @@ def test_the_callback_needs_one_of_these_buffers(tmp_path):
         model(None).learn(5, callback=ours.CheckpointReplayCallback(25, str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_going_on_from_a_file_trains_as_going_on_from_a_pickle(tmp_path):
     weights = []
     for kind in ("file", "pickle"):
@@ -229,6 +230,7 @@ def test_the_example_goes_on_after_a_kill(tmp_path):
     assert "going on from dqn_500_steps.zip with 300 transitions" in third.stdout
 
 
+@pytest.mark.slow
 def test_a_model_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
     """What is there while a model is being saved, and when that fails, is the last one."""
     callback = ours.CheckpointReplayCallback(20, str(tmp_path), "x")

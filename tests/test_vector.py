@@ -30,6 +30,13 @@ from tests.envs import PIXELS, AnyEnv, MovingSquare, assert_same
 from tests.test_wrappers import each_space
 
 each_mode = pytest.mark.parametrize("mode", list(AutoresetMode), ids=[mode.value for mode in AutoresetMode])
+one_mode = pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, id=mode.value, marks=[] if mode == AutoresetMode.SAME_STEP else pytest.mark.slow)
+        for mode in AutoresetMode
+    ],
+)
 DICT = spaces.Dict(
     image=spaces.Box(0, 255, (40, 30), np.uint8),
     vector=spaces.Box(-1, 1, (3,), np.float32),
@@ -102,13 +109,13 @@ def assert_equal_runs(ours, theirs, steps=30):
         assert_same(mine, other)
 
 
-@each_mode
+@one_mode
 @each_space
 def test_compress_equals_the_bare_environment(space, mode):
     assert_equal_runs(CompressObservation(make(space, mode), frames_per_chunk=3), make(space, mode))
 
 
-@each_mode
+@one_mode
 @each_space
 def test_stack_equals_gymnasiums_in_each_environment(space, mode):
     ours = CompressedFrameStack(make(space, mode), 3, frames_per_chunk=4)
@@ -142,7 +149,7 @@ def test_arrays_that_are_used_again(space, mode):
 
 
 @each_mode
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("shared_memory", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stack_over_async(mode, shared_memory):
     ours = CompressedFrameStack(make(DICT, mode, vector=AsyncVectorEnv, shared_memory=shared_memory), 3)
     assert_equal_runs(ours, make(DICT, mode, lambda env: FrameStackObservation(env, 3)))
@@ -392,8 +399,19 @@ def test_rows_that_are_not_named_are_refused(ids):
         ours.step(np.zeros(2, int))
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"grayscale": False}, {"stack_num": 1}, {"batch_size": 2}], ids=str)
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize(
+    ("mode", "kwargs"),
+    [
+        pytest.param(
+            mode,
+            kwargs,
+            marks=[] if (mode, *kwargs) in {("NextStep",), ("SameStep", "batch_size")} else pytest.mark.slow,
+        )
+        for mode in ("NextStep", "SameStep")
+        for kwargs in ({}, {"grayscale": False}, {"stack_num": 1}, {"batch_size": 2})
+    ],
+    ids=str,
+)
 def test_ales_environment(mode, kwargs):
     record = Recorded(ale_py.AtariVectorEnv("breakout", 3, autoreset_mode=mode, episodic_life=True, **kwargs))
     ours = CompressObservation(record)
@@ -423,6 +441,7 @@ def test_ales_environment_is_made_by_its_name():
     envs.close()
 
 
+@pytest.mark.slow
 def test_environments_of_different_modes_are_told_apart():
     """ALE's environments share their metadata, in which the one made last has its mode."""
     same_step, next_step = (

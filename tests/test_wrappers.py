@@ -280,7 +280,11 @@ ATARI = [
 ]
 
 
-@pytest.mark.parametrize("kwargs", ATARI, ids=str)
+@pytest.mark.parametrize(
+    "kwargs",
+    [ATARI[0], *(pytest.param(kwargs, marks=pytest.mark.slow) for kwargs in ATARI[1:])],
+    ids=str,
+)
 def test_atari_preprocessing_equals_gymnasiums(kwargs):
     def make():
         return gym.make("ALE/Breakout-v5", frameskip=1, max_num_frames_per_episode=250)
