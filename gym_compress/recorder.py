@@ -79,6 +79,7 @@ class Recorder:
             0 if it is the same, and the number of its slices if nothing is shared.
         """
         count = len(slices)
+        shift: int
         for shift in (0, self._shift, *range(1, count)):
             if shift < count and self._writer.ends_with(slices[: count - shift]):
                 self._shift = shift or self._shift

@@ -4,7 +4,7 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -27,8 +27,7 @@ def _no_thread_is_left():
 
 def wait_for_ready(batches, count):
     """Waits until so many are made ahead."""
-    while batches._worker.ready.qsize() < count:
-        time.sleep(0)  # lets the thread go on
+    wait([*batches._ahead][:count])
 
 
 def drawn(batches, count):
@@ -83,15 +82,15 @@ def test_an_error_reaches_who_asks_and_the_next_call_tries_again():
 def test_batches_before_an_error_come_first(monkeypatch):
     buffer, _ = filled(60)
     plain, _ = filled(60)
-    draw, calls = CompressedReplayBuffer._draw, []
+    draw, calls = CompressedReplayBuffer._gather, []
 
-    def failing(self, batch_size, **kwargs):
-        calls.append(batch_size)
+    def failing(self, *args, **kwargs):
+        calls.append(args)
         if len(calls) == 3:
             raise MemoryError("no memory")
-        return draw(self, batch_size, **kwargs)
+        return draw(self, *args, **kwargs)
 
-    monkeypatch.setattr(CompressedReplayBuffer, "_draw", failing)
+    monkeypatch.setattr(CompressedReplayBuffer, "_gather", failing)
     with buffer.prefetch(8, 5) as batches:
         got = drawn(batches, 2)
         with pytest.raises(MemoryError, match="no memory"):
@@ -117,13 +116,13 @@ def test_an_error_in_the_block_ends_the_thread():
 
 def test_each_thread_that_waits_is_told_of_an_error(monkeypatch):
     buffer = CompressedReplayBuffer(50, PIXELS, ACTIONS, None, seed=0)
-    draw, go = CompressedReplayBuffer._draw, threading.Event()
+    draw, go = CompressedReplayBuffer._gather, threading.Event()
 
-    def slow(self, batch_size, **kwargs):
+    def slow(self, *args, **kwargs):
         go.wait()
-        return draw(self, batch_size, **kwargs)
+        return draw(self, *args, **kwargs)
 
-    monkeypatch.setattr(CompressedReplayBuffer, "_draw", slow)
+    monkeypatch.setattr(CompressedReplayBuffer, "_gather", slow)
     errors = []
 
     def consume():
@@ -160,57 +159,6 @@ def test_after_an_interrupt_the_next_batch_comes():
             mine = next(batches)
     assert_same(tuple(mine), tuple([plain.sample(8) for _ in range(6)][-1]))
     assert not buffer._ahead
-
-
-def test_a_batch_that_an_interrupt_lost_is_made_up_for():
-    """The interrupt came as the queue gave it, before the thread was told."""
-
-    class Losing:
-        def __init__(self, queue):
-            self.put, self.qsize, self.take = queue.put, queue.qsize, queue.get
-
-        def get(self):
-            self.take()
-            raise KeyboardInterrupt
-
-    buffer, _ = filled(60)
-    got = []
-    with buffer.prefetch(8, 1) as batches:
-        next(batches)
-        wait_for_ready(batches, 1)
-        queue = batches._worker.ready
-        batches._worker.ready = Losing(queue)
-        with pytest.raises(KeyboardInterrupt):
-            next(batches)
-        batches._worker.ready = queue
-        while batches._worker.wake.qsize():  # the thread looked, when nothing was wanted yet
-            time.sleep(0)
-        got.append(next(batches))
-    assert got
-
-
-def test_an_interrupt_as_the_block_is_left_comes_out_when_that_is_done(monkeypatch):
-    buffer, plain = filled(60)[0], filled(60)[0]
-    batches = buffer.prefetch(8, 4)
-
-    def leave():
-        with batches:
-            assert_same(tuple(next(batches)), tuple(plain.sample(8)))
-            wait_for_ready(batches, 4)
-            thread = batches._worker._thread
-            join, interrupts = thread.join, [KeyboardInterrupt, KeyboardInterrupt]
-
-            def interrupted():
-                if interrupts:
-                    raise interrupts.pop()
-                join()
-
-            thread.join = interrupted
-
-    with pytest.raises(KeyboardInterrupt):
-        leave()
-    assert not threads()
-    assert_same(tuple(buffer.sample(8)), tuple(plain.sample(8)))
 
 
 def test_an_error_that_keeps_the_block_from_being_left_comes_out():

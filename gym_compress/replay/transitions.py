@@ -204,11 +204,10 @@ class Transitions:
         map_leaves(lambda kept, batch: _write(kept, row, batch), self.next_observations, transition.next_obs)
         self.actions[row], self.rewards[row] = transition.action, transition.reward
         self.dones[row], self.timeouts[row] = transition.done, transition.timeout
-        self.ends[row] = transition.done != 0
-        self._advance(row, row + 1, np.s_[row])
+        self._advance(row, row + 1, row, transition.done != 0)
 
-    def _advance(self, first: int, end: int, written: Any) -> None:
-        """Moves on behind rows that were written, and makes their places valid."""
+    def _advance(self, first: int, end: int, written: Any, ends: NDArray[np.bool_]) -> None:
+        """Makes places valid that were written in some rows, and moves on behind these."""
         before = (first - 1) % self.rows
         if self.size() and end - first < self.rows:
             ended = self.ends[before]
@@ -220,8 +219,10 @@ class Transitions:
         if self.full and end // self._step > first // self._step:
             for store, twin in self.stores:
                 store.evict(twin)
-        self.pos = end % self.rows
+        self.ends[written] = True  # of a row that is new and still counts as the oldest, nothing goes on
         self.valid[written] = True
+        self.pos = end % self.rows
+        self.ends[written] = ends
 
     @property
     def _step(self) -> int:
@@ -249,12 +250,11 @@ class Transitions:
         self.valid[rows, envs] = False
         for (store, twin), image in zip(self.stores, images, strict=True):
             store.adopt(twin, rows, envs, image)
-        own = self.arrays()
-        own.pop("valid")
-        for name, values in own.items():
-            values[rows, envs] = arrays[name]
-        self.ends[rows, envs] |= ~followed
-        self._advance(first, first + len(followed) // self.n_envs, (rows, envs))
+        for name, values in self.arrays().items():
+            if name not in ("ends", "valid"):
+                values[rows, envs] = arrays[name]
+        end = first + len(followed) // self.n_envs
+        self._advance(first, end, (rows, envs), arrays["ends"] | ~followed)
 
     def skip(self, rows: int) -> None:
         """Moves on by some rows without writing them, as if transitions were written and overwritten."""

@@ -79,10 +79,10 @@ class _FrameStacker:
         self._recorder.seal()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "newest": np.asarray(self._stacked())}  # which the recorder's copy lacks
+        return {**self.__dict__, "newest": self._stacked().detach()}  # which the recorder's copy lacks
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        newest = state.pop("newest")
+        newest = np.asarray(state.pop("newest"))
         self.__dict__.update(state)
         self._recorder.record(self._recorder.slicing.cut(newest[None])[0])
 
