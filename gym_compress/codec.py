@@ -36,6 +36,7 @@ _MAX_BLOCK = 536_866_816
 _HEADER = struct.Struct("<BxBBiii6s2x6sxB")
 _STORED, _NOT_SPLIT = 0x02, 0x10
 _FORMATS = {"lz4": 1, "lz4hc": 1, "zstd": 4}
+_SHUFFLE, _NO_FILTER = b"\1\0\0\0\0\0", bytes(6)
 _ZEROS = 0x10  # the last byte of a header says: all zeros, nothing follows
 
 
@@ -148,16 +149,20 @@ class Codec:
         block = min(data.nbytes, _MAX_BLOCK)
         try:
             encoded: bytes = blosc2.compress2(data, blocksize=block, **_compression(self, itemsize))
-            check_encoded(encoded, data.nbytes)
-            flags, typesize = encoded[2:4]
-            if typesize != itemsize or (flags >> 5 != _FORMATS[self.name] and not flags & _STORED):
-                raise CorruptDataError("it compressed with something else")
-        except (RuntimeError, CorruptDataError) as error:
-            raise GymCompressError(
-                f"Blosc2 did not compress with {self} as it was told to: {error}. Unset the environment "
-                f"variables BLOSC_*, which override every program's choices"
-            ) from None
+        except RuntimeError as error:
+            raise GymCompressError(f"Blosc2 could not compress with {self}: {error}. {_OVERRIDES}") from None
+        _, flags, typesize, _, blocksize, _, filters, _, _ = _HEADER.unpack_from(encoded)
+        as_asked = (typesize, blocksize, filters) == (itemsize, block, _filters(itemsize))
+        if not as_asked or (flags >> 5 != _FORMATS[self.name] and not flags & _STORED):
+            raise GymCompressError(f"Blosc2 did not compress with {self} as it was told to. {_OVERRIDES}")
         return encoded
+
+
+_OVERRIDES = "Unset the environment variables BLOSC_*, which override every program's choices"
+
+
+def _filters(itemsize: int) -> bytes:
+    return _SHUFFLE if itemsize > 1 else _NO_FILTER
 
 
 @lru_cache(maxsize=64)
@@ -174,17 +179,13 @@ def _compression(codec: Codec, itemsize: int) -> dict[str, Any]:
 
 
 def decode(encoded: bytes, out: NDArray[np.uint8] | memoryview) -> None:
-    """Decompresses a Blosc2 buffer of one block into the front of ``out``, in the calling thread alone.
+    """Decompresses a Blosc2 buffer into the front of ``out``, C-contiguous bytes that are at least as many.
 
-    Blosc2 trusts what a buffer says of itself, so one from elsewhere must have passed :func:`check_encoded`.
-
-    Args:
-        encoded: The buffer.
-        out: Where it goes: C-contiguous bytes, at least as many as it holds.
+    A buffer of one block, which is one below 512 MiB, is decoded by the calling thread alone. One from
+    elsewhere must have passed :func:`check_encoded`: Blosc2 trusts what it says of itself.
 
     Raises:
-        CorruptDataError: If it cannot be decoded, or holds more than there is room for, of which Blosc2 makes
-            sure before it writes.
+        CorruptDataError: If it cannot be decoded, or needs more room, which Blosc2 sees before it writes.
     """
     try:
         blosc2.decompress(encoded, out)  # in a context that is kept; `decompress2` makes one for each call
@@ -214,14 +215,14 @@ def check_encoded(encoded: bytes, nbytes: int) -> None:
         raise CorruptDataError(
             f"A compressed chunk says {size} bytes in {whole}, expected {nbytes} bytes in {len(encoded)}"
         )
-    formats = {*_FORMATS.values(), *([0] if flags & _STORED else [])}
-    if version != 5 or flags & 0x0D != 0x05 or flags >> 5 not in formats:
+    known = flags >> 5 in _FORMATS.values() or (flags & _STORED and not flags >> 5)
+    if version != 5 or flags & 0x0D != 0x05 or not known:
         raise CorruptDataError(
             f"A compressed chunk is not of LZ4 or ZSTD (version {version}, flags {flags:#x})"
         )
-    if filters != bytes([typesize > 1, 0, 0, 0, 0, 0]) or any(metas) or special not in (0, _ZEROS):
+    if filters != _filters(typesize) or any(metas) or special not in (0, _ZEROS):
         raise CorruptDataError("A compressed chunk has filters or contents that are not written here")
-    if not typesize or nbytes % typesize or blocksize != min(nbytes, _MAX_BLOCK):
+    if not typesize or nbytes % typesize or not 0 < blocksize == min(nbytes, _MAX_BLOCK):
         raise CorruptDataError(
             f"A compressed chunk has blocks of {blocksize} bytes with elements of {typesize}, expected one "
             f"of {nbytes} with whole elements"
@@ -244,7 +245,7 @@ def _streams_fit(encoded: bytes, nbytes: int, blocksize: int, streams: int) -> b
         return False
     starts = struct.unpack_from(f"<{blocks}i", encoded, _HEADER.size)
     for block, start in enumerate(starts):
-        if start < end or start > len(encoded):
+        if start < end:
             return False
         at = start
         last = nbytes % blocksize if block == blocks - 1 else 0  # a shorter last block is never split

@@ -257,6 +257,14 @@ def test_damaged_buffers_are_refused():
     assert issubclass(CorruptDataError, GymCompressError)
 
 
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_nothing_is_no_chunk(nbytes):
+    encoded = bytearray(Codec().encode(np.zeros(1000, np.uint8), 1))
+    encoded[4:12] = 2 * nbytes.to_bytes(4, "little", signed=True)  # of the buffer, and of a block
+    encoded[31] = 0
+    refused(encoded, nbytes)
+
+
 @given(st.data())
 def test_a_damaged_buffer_decodes_or_is_refused_and_never_crashes(data):
     """Each byte of the header and of the lengths matters; what LZ4 and ZSTD read they check by themselves."""

@@ -611,13 +611,16 @@ def test_final_obs_as_a_list_is_one_an_environment(wrap):
 @each_wrapper
 def test_wrong_actions_raise_gymnasiums_error(wrap):
     ours, theirs = wrap(make()), make()
-    for env in (ours, theirs):
+    errors = []
+    for env in (theirs, ours):
         env.reset(seed=0)
-    with pytest.raises(Exception) as expected:  # noqa: PT011
-        theirs.step(np.zeros(2, int))
-    with pytest.raises(expected.type) as actual:
-        ours.step(np.zeros(2, int))
-    assert str(actual.value) == str(expected.value)
+        try:
+            env.step(np.zeros(2, int))
+        except Exception as error:
+            errors.append((type(error), str(error)))
+        else:
+            errors.append(None)  # Gymnasium before 1.2.1 steps fewer environments
+    assert errors[0] == errors[1]
 
 
 @each_wrapper

@@ -6,9 +6,10 @@ import math
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -44,10 +45,8 @@ class Prefetch(Generic[T]):
         when_left: Callable[[], None],
     ) -> None:
         self._make, self._depth, self._taken, self._when_left = make, depth, taken, when_left
-        self._lock = threading.Lock()
-        self._ahead: deque[Future[tuple[T, Any]]] = deque()
-        self._failed = False  # whether an item could not be made, so that none is made after it
-        self._worker: ThreadPoolExecutor | None = None
+        self._starting = threading.Lock()
+        self._worker: _Worker[T] | None = None
         self._process: int | None = None  # the one that is in the block
         self._cancelled = False
 
@@ -59,7 +58,6 @@ class Prefetch(Generic[T]):
         if self._process is not None:
             raise RuntimeError("Batches are prefetched in one with block; call prefetch again for another")
         self._process = os.getpid()
-        self._worker = ThreadPoolExecutor(1, "prefetch")
         return self
 
     def __iter__(self) -> Self:
@@ -73,49 +71,89 @@ class Prefetch(Generic[T]):
             Exception: What was raised in the thread, once the items before it are taken. The next call tries
                 again.
         """
-        with self._lock:
-            if self._process != os.getpid() or self._cancelled or self._worker is None:
-                raise RuntimeError(
-                    "Expected to be within a with block: 'with ... as batches', in the process that entered "
-                    "it"
-                )
-            while len(self._ahead) <= self._depth:
-                self._ahead.append(self._worker.submit(self._next))
-            future = self._ahead.popleft()
-        try:
-            item, receipt = future.result()
-        except CancelledError:
-            raise RuntimeError("The with block was left while this thread waited for a batch") from None
-        except Exception:
-            self._begin_anew()
-            raise
+        if self._process != os.getpid() or self._cancelled:
+            raise RuntimeError(
+                "Expected to be within a with block: 'with ... as batches', in the process that entered it"
+            )
+        with self._starting:
+            if self._worker is None or not self._worker.started:
+                if self._worker is not None:  # an interrupt came while it started
+                    self._worker.tell_to_stop()
+                self._worker = _Worker(self._make, self._depth)
+                self._worker.start()
+            worker = self._worker
+        worker.wake.put(None)  # an interrupt may have come before the other one below
+        made = worker.ready.get()
+        if isinstance(made, _End):
+            worker.ready.put(made)  # for others who wait
+            if self._worker is worker:
+                self._worker = None
+            raise made.error or RuntimeError("The with block was left while this thread waited for a batch")
+        worker.wake.put(None)
+        item, receipt = made
         self._taken(receipt)
         return item
 
-    def _next(self) -> tuple[T, Any]:
-        if self._failed:
-            raise CancelledError
-        try:
-            return self._make()
-        except BaseException:
-            self._failed = True
-            raise
-
-    def _begin_anew(self) -> None:
-        """Forgets what is made ahead after an item that could not be made; the next call tries again."""
-        with self._lock:
-            if self._failed:
-                for future in self._ahead:
-                    future.cancel()
-                wait(self._ahead)
-                self._ahead.clear()
-                self._failed = False
-
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._cancelled = True
-        if self._process == os.getpid() and self._worker is not None:
-            self._worker.shutdown(cancel_futures=True)
+        if self._process == os.getpid():
+            if self._worker is not None:
+                self._worker.stop()
             self._when_left()
+
+
+class _End:
+    """In the place of an item: no more will come, because of an error or since the block was left."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class _Worker(Generic[T]):
+    """A thread that makes items as long as fewer are ready than are wanted.
+
+    What passes between threads goes through queues written in C, which an interrupt at any moment leaves
+    whole.
+    """
+
+    def __init__(self, make: Callable[[], tuple[T, Any]], depth: int) -> None:
+        self._make, self._depth = make, depth
+        self.ready: SimpleQueue[tuple[T, Any] | _End] = SimpleQueue()
+        self.wake: SimpleQueue[None] = SimpleQueue()  # says that it is worth looking whether items are wanted
+        self.started = self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+        self.started = True
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                with suppress(Empty):
+                    while True:
+                        self.wake.get_nowait()
+                if self.ready.qsize() < self._depth:
+                    self.ready.put(self._make())
+                elif not self._stopped:
+                    self.wake.get()
+        except BaseException as error:
+            self.ready.put(_End(error))
+
+    def tell_to_stop(self) -> None:
+        """Lets the thread end when the item that it makes is done."""
+        self._stopped = True
+        self.wake.put(None)
+
+    def stop(self) -> None:
+        """Ends the thread, and tells those who wait."""
+        self.tell_to_stop()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.ready.put(_End(None))
 
 
 class Outputs:

@@ -36,6 +36,8 @@ class _VectorWrapper(VectorWrapper, gym.utils.RecordConstructorArgs):
     _stacks: Sequence[ObservationStacker] = ()
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
+        if not isinstance(env, VectorEnv):  # Gymnasium before 1.4 asserts it
+            raise TypeError(f"Expected env to be a gymnasium.vector.VectorEnv, got {type(env)}")
         VectorWrapper.__init__(self, env)
         self._autoreset_mode = _autoreset_mode(env)
         self._leaves = map_space(lambda leaf: leaf, env.single_observation_space)
