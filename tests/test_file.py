@@ -309,7 +309,7 @@ ATTACKS = {
     "blocks that are a number": _set("arrays", "actions", "blocks", value=7),
     "a block of another kind": _set("arrays", "actions", "blocks", value=[["x", None]]),
     "references that are no integers": _array("observations.0", lambda array: array.astype(np.float32)),
-    "valid places of another dtype": _array("valid", lambda array: array.astype(np.int8)),
+    "valid places of another dtype": _array("valid", lambda array: 2 * array.astype(np.int8)),
     "a reference behind the last slice": _put("observations.0", (3, 1), 2**31 - 1),
     "a reference to evicted slices": _put("observations.0", (3, 1), 1),
     "a reference below zero": _put("next_observations.0", (3, 1), -1),

@@ -176,7 +176,7 @@ def test_what_it_costs(kept):
     assert not hasattr(obs, "__dict__")
     assert obs.cbytes < obs.nbytes / 10
     assert kept[-1].cbytes == kept[-1].nbytes  # its chunk is open
-    sealed = [kept[i]._source for i in range(5, 60) if not isinstance(kept[i]._source, tuple)]
+    sealed = [kept[i].source for i in range(5, 60) if not isinstance(kept[i].source, tuple)]
     assert sealed[0] is sealed[1]
     share = sum(obs.source.cbytes for obs in kept[5:6]) * 4 / 12
     assert share <= CompressedObservation.cbytes.fget(kept[5]) <= share + 1

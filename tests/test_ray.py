@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from contextlib import closing, contextmanager, nullcontext
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from gym_compress.ray.actor import answer
 from gym_compress.ray.writer import _IN_FLIGHT, _ROWS
 from gym_compress.replay.file.writer import open_to_save
 from tests.envs import MovingSquare, assert_same
-from tests.replays import ACTIONS, MIXED, STACKS, everything, feed, made, transition
+from tests.replays import ACTIONS, MIXED, STACKS, made, transition
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -939,28 +938,3 @@ def test_what_travels_is_small(sharded):
     assert len(ray.cloudpickle.dumps(replay.writer("w"))) < 4000
     assert isinstance(pickle.loads(pickle.dumps(replay.writer("w"))), ReplayWriter)
     assert len(ray.cloudpickle.dumps(replay)) < 8000
-
-
-def test_golden_file_of_version_2(tmp_path):
-    """Made when version 2 of the format was new: a shard's, as ``make_golden`` below makes it."""
-    path = tmp_path / "version-2.replay"
-    path.write_bytes((Path(__file__).parent / "data" / path.name).read_bytes())
-    expected = make_golden()
-    for lazy in (False, True):
-        with CompressedReplayBuffer.load(path, device=None, lazy=lazy) as buffer:
-            assert_same(everything(buffer), everything(expected))
-    shard = type(expected).load(path, device=None)
-    assert (shard.replay, shard.received) == ("a replay", {"w-1": 2, "w-2": 1})
-
-
-def make_golden():
-    """A shard's buffer that took parcels of two writers, the last one over its end."""
-    from gym_compress.ray.actor import ShardBuffer
-
-    buffer = ShardBuffer(60, MIXED, ACTIONS, None, frames_per_chunk=5)
-    one, two = made(0, 40, 1, frames_per_chunk=5), made(0, 40, 2, frames_per_chunk=5)
-    buffer.adopt(feed(one, range(20)).take(np.arange(20)))
-    buffer.adopt(feed(two, range(1000, 1012)).take(np.arange(24)))
-    buffer.adopt(feed(one, range(20, 40)).take(np.arange(20, 40)))
-    buffer.replay, buffer.received = "a replay", {"w-1": 2, "w-2": 1}
-    return buffer

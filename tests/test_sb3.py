@@ -374,7 +374,8 @@ def test_bytes():
     assert buffer.nbytes == sum(field.nbytes for field in fields)
     empty = buffer.cbytes
     images = 2 * plain.observations["image"].nbytes
-    assert empty == buffer.nbytes - images + 2 * 4 * 50  # references in the place of images
+    # references in the place of images, and which places are valid and where sequences end
+    assert empty == buffer.nbytes - images + 2 * 4 * 50 + 2 * 50
     transitions = Transitions(DICT, DISCRETE, 2)
     for _ in range(10):
         buffer.add(*transitions())
@@ -384,8 +385,9 @@ def test_bytes():
 def test_settings_reach_the_chunks():
     for cls in (ours.CompressedReplayBuffer, ours.CompressedRolloutBuffer):
         buffer = cls(20, STACKS, DISCRETE, "cpu", codec="zstd:3", frames_per_chunk=7)
-        writer = buffer.observations.streams[0]._writer
-        assert (str(writer.codec), writer.frames_per_chunk) == ("zstd:3", 7)
+        buffer.observations[0] = np.zeros((1, *STACKS.shape), np.uint8)
+        ((_, _, chunk),) = buffer.observations.index.unsaved(0, everything=True)
+        assert (str(chunk.codec), chunk.nbytes) == ("zstd:3", 7 * np.prod(STACKS.shape[1:]))
 
 
 @pytest.fixture
