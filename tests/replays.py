@@ -81,7 +81,7 @@ def made(
 
 def everything(buffer: Any) -> tuple[Any, ...]:
     """All that a buffer holds."""
-    return tuple(buffer.get(np.arange(buffer.size() * buffer.n_envs)))
+    return tuple(buffer.get(np.flatnonzero(buffer.table.valid[: buffer.size()])))
 
 
 def assert_equal(one: Any, other: Any, *, draw: bool = False) -> None:

@@ -59,15 +59,30 @@ class ChunkIndex:
         self.slicing = slicing
         self.streams = streams
         self.evicted: list[int] = []  # what a file knows those chunks by that are gone
+        self._chunks: list[Any]
+        self._ids: array[int]
+        self._keys: NDArray[np.int64]
+        self._begins: list[int]
+        self._ends: list[int]
         self._allocate(_FEWEST_COLUMNS)
 
-    def _allocate(self, columns: int) -> None:
-        self._columns = columns
-        self._chunks: list[Any] = [None] * (self.streams * columns)
-        self._ids = array("q", bytes(8 * len(self._chunks)))  # what a file knows a chunk by, 0 if it does not
-        self._keys = np.repeat(((np.arange(self.streams, dtype=np.int64) + 1) << _BITS) - 1, columns)
-        self._begins = [stream * columns for stream in range(self.streams)]  # the place of the oldest chunk
-        self._ends = list(self._begins)  # that behind the newest one
+    def _allocate(self, columns: int, streams: Sequence[tuple[int, int]] = ()) -> None:
+        """Makes room for so many chunks of each stream, and moves those in given places there."""
+        chunks: list[Any] = [None] * (self.streams * columns)
+        ids = array("q", bytes(8 * len(chunks)))  # what a file knows a chunk by, 0 if it does not
+        keys = np.repeat(((np.arange(self.streams, dtype=np.int64) + 1) << _BITS) - 1, columns)
+        begins = [stream * columns for stream in range(self.streams)]  # the place of the oldest chunk
+        ends = list(begins)  # that behind the newest one
+        for stream, (begin, end) in enumerate(streams):
+            to = begins[stream]
+            ends[stream] = to + end - begin
+            chunks[to : ends[stream]] = self._chunks[begin:end]
+            ids[to : ends[stream]] = self._ids[begin:end]
+            keys[to : ends[stream]] = self._keys[begin:end]
+        # at once, so that an interrupt finds all of it
+        self._columns, self._chunks, self._ids, self._keys, self._begins, self._ends = (
+            columns, chunks, ids, keys, begins, ends,
+        )  # fmt: skip
 
     def clear(self) -> None:
         """Forgets all chunks, to which no reference may lead any more."""
@@ -113,16 +128,9 @@ class ChunkIndex:
 
     def _make_room(self) -> None:
         """Makes room for more chunks in each stream; those that are gone leave theirs."""
-        old = list(self._places())
-        chunks, ids, keys = self._chunks, self._ids, self._keys
-        most = max(end - begin for begin, end in old)
-        self._allocate(max(most + most // 4 + 2, _FEWEST_COLUMNS))
-        for stream, (begin, end) in enumerate(old):
-            new = self._begins[stream]
-            self._ends[stream] = new + end - begin
-            self._chunks[new : self._ends[stream]] = chunks[begin:end]
-            self._ids[new : self._ends[stream]] = ids[begin:end]
-            self._keys[new : self._ends[stream]] = keys[begin:end]
+        places = list(self._places())
+        most = max(end - begin for begin, end in places)
+        self._allocate(max(most + most // 4 + 2, _FEWEST_COLUMNS), places)
 
     def _places(self) -> Iterator[tuple[int, int]]:
         """Of each stream the place of the oldest chunk and that behind the newest."""

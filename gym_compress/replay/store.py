@@ -189,9 +189,9 @@ class ObservationStore:
         """Empties this store and its twins."""
         for store in (self, *twins):
             store.references.fill(0)
-        self.index.clear()
         for recorder in self.recorders:
-            recorder.restart(1)
+            recorder.restart(recorder.next_number)
+        self.index.clear()
 
     def seal(self) -> None:
         """Compresses what is raw so far."""
