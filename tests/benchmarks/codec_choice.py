@@ -20,14 +20,13 @@ from collections.abc import Callable
 import cv2
 import gymnasium as gym
 import numpy as np
-from gym_compress.stream import FrameCompressor
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from gym_compress import Codec, CompressedObservation, decompress_batch
 from gym_compress.commands.compare import CompareError, make_env, record
-from gym_compress.observation import stack
+from gym_compress.wrappers.compress import compress, make_recorder
 
 CODECS = [
     Codec("lz4", 5),
@@ -60,14 +59,16 @@ def microseconds(function: Callable[[], object], repeats: int) -> float:
 
 def measure(frames: np.ndarray, codec: Codec, frames_per_chunk: int) -> tuple[float, float, float]:
     space = gym.spaces.Box(0, 255, frames.shape[1:], np.uint8)
-    compress = FrameCompressor(space, codec=codec, frames_per_chunk=frames_per_chunk)
+    recorder = make_recorder(space, codec=codec, frames_per_chunk=frames_per_chunk)
     start = time.perf_counter()
-    kept = [compress(frame) for frame in frames]
-    compress.seal()
+    kept = [compress(recorder, frame) for frame in frames]
+    recorder.seal()
     encode = (time.perf_counter() - start) / len(frames) * 1e6
-    chunks = {id(obs._source): obs._source for obs in kept}.values()
+    chunks = {id(obs.source): obs.source for obs in kept}.values()
     ratio = frames.nbytes / sum(chunk.cbytes for chunk in chunks)
-    stacks: list[CompressedObservation] = [stack(kept[i : i + 4]) for i in range(len(kept) - 3)]
+    stacks: list[CompressedObservation] = [
+        CompressedObservation.from_frames(kept[i : i + 4]) for i in range(len(kept) - 3)
+    ]
     rng = np.random.default_rng(0)
     picks = [[int(i) for i in rng.integers(len(stacks), size=16)] for _ in range(40)]
     out = np.empty((16, *stacks[0].shape), np.uint8)

@@ -21,17 +21,17 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gym_compress.stack_compressor import StackCompressor
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import gym_compress.chunk
-import gym_compress.replay.store
+import gym_compress.replay.index
 from gym_compress import Codec, CompressedFrameStack, CompressedReplayBuffer
 from gym_compress.chunk import ChunkWriter
 from gym_compress.commands.compare import Replay, machine, make_env, record
-from gym_compress.slicing import Newest
+from gym_compress.recorder import Recorder
+from gym_compress.wrappers.compress import make_recorder
 
 SPACE = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
 FRAMES = 6000
@@ -39,9 +39,9 @@ PARTS = ["encode", "decode", "compare", "append", "gather"]
 TIMED = {
     "encode": [(Codec, "encode")],
     "decode": [(gym_compress.chunk, "decode")],
-    "compare": [(Newest, "moved")],
+    "compare": [(Recorder, "find_shift")],
     "append": [(ChunkWriter, "append")],
-    "gather": [(gym_compress.replay.store, "read_pieces")],
+    "gather": [(gym_compress.replay.index, "read_pieces")],
 }
 
 
@@ -119,9 +119,16 @@ def measure(game: str) -> dict[str, dict[str, float]]:
     step["total"] -= costs(lambda: bare.step(0), 3000)["total"]
     found["CompressedFrameStack, step"] = step
 
-    compress, place = StackCompressor(SPACE, 8), iter(range(FRAMES))
-    starts = np.arange(8) * 600
-    found["8 environments, step"] = costs(lambda: compress(stacks[starts + next(place)], range(8)), 600)
+    recorders = [make_recorder(SPACE, 4, codec="auto", frames_per_chunk=None, quick=True) for _ in range(8)]
+    starts, place = np.arange(8) * 600, iter(range(FRAMES))
+
+    def record_all() -> None:
+        slices = recorders[0].slicing.cut(stacks[starts + next(place)])
+        for recorder, own in zip(recorders, slices, strict=True):
+            recorder.record(own)
+            recorder.newest()
+
+    found["8 environments, step"] = costs(record_all, 600)
     found["8 environments, step"]["total"] -= costs(lambda: stacks[starts + 1], 200)["total"]
     return found
 
