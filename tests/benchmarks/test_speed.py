@@ -14,7 +14,6 @@ import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
-from gym_compress.stream import FrameCompressor
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
@@ -28,6 +27,7 @@ from gym_compress import (
 from gym_compress.codec import decode
 from gym_compress.commands.compare import Replay, record
 from gym_compress.wrappers import vector
+from tests.envs import compressor
 
 CODECS = ["lz4:5", "lz4hc:5", "zstd:1", "zstd:5"]
 
@@ -107,7 +107,7 @@ def test_leaf(benchmark, nbytes, compressed):
     frames = np.zeros((5000, nbytes), np.uint8)
     for i, frame in enumerate(frames):
         frame[3 * i % nbytes :][: nbytes // 8] = 200
-    compress = FrameCompressor(gym.spaces.Box(0, 255, (nbytes,), np.uint8))
+    compress = compressor(gym.spaces.Box(0, 255, (nbytes,), np.uint8))
     kept = [compress(frame) if compressed else frame.copy() for frame in frames]
     read = decompress_batch if compressed else np.stack
     rng = random.Random(0)
