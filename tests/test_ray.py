@@ -638,7 +638,7 @@ def test_threads_sample_while_batches_are_drawn(sharded):
 def test_all_shards_gone(sharded, tmp_path):
     replay = sharded(folder=tmp_path)
     add(replay.writer("v"), range(20)).flush()
-    replay._manifest["timeout"] = replay._shards._timeout = 0.5
+    replay._shards.timeout = 0.5
     writer = replay.writer("w")
     for shard in replay.shards:
         kill(shard, for_good=True)

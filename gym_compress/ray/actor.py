@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ray.exceptions import RayTaskError
 from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.replay.buffer import CompressedReplayBuffer
 from gym_compress.replay.file.checkpoint import arguments_of
-from gym_compress.replay.file.format import CheckpointId, read_checkpoint_id
+from gym_compress.replay.file.format import read_checkpoint_id
 from gym_compress.replay.file.reader import FileReader
 from gym_compress.replay.file.writer import open_to_save
 from gym_compress.replay.samples import CompressedSamples
@@ -56,27 +55,16 @@ class Shard:
     """An actor that keeps a part of the transitions.
 
     Args:
-        settings: Those of its buffer, as JSON.
-        replay: Which part of which replay memory it is.
-        origins: What its file may say of that, if it is loaded; it must be there then.
-        path: Its file, or None. It is loaded if it is this part's, too: the actor was restarted then.
+        manifest: What it is a shard of. If that was loaded, the shard's file must be there.
+        number: Which shard it is.
+        folder: Where its file is, or None. That is loaded if it is this shard's: the actor was restarted then.
     """
 
-    def __init__(self, settings: str, replay: str, origins: list[str], path: str | None) -> None:
-        self._path = path
+    def __init__(self, manifest: dict[str, Any], number: int, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / f"shard-{number}.replay"
         self._error: Exception | None = None
         try:
-            if path is not None:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-            if path is None or not (origins or _checkpoint_id(path)):
-                self._buffer = ShardBuffer(**arguments_of(json.loads(settings)), device=None)
-            elif _owner(path) in (replay, *origins):
-                self._buffer = ShardBuffer.load(path, device=None)
-            elif origins:
-                raise CorruptDataError(f"{path} is of another replay memory")
-            else:
-                raise FileExistsError(f"{path} holds a checkpoint of another replay memory: move it away")
-            self._buffer.replay = replay
+            self._buffer = _part(manifest, number, self._path)
         except Exception as error:  # an actor that fails to begin cannot say why: each call does
             self._error = error
 
@@ -115,13 +103,10 @@ class Shard:
         size = buffer.size()
         return size, buffer.take(rows) if len(rows) and rows.max() < size else None
 
-    def size(self) -> int:
-        """How many transitions there are."""
-        return self._ready().size()
-
-    def cbytes(self) -> int:
-        """Bytes that they take."""
-        return self._ready().cbytes
+    def cbytes(self) -> tuple[int, int]:
+        """How many transitions there are, and the bytes that they take."""
+        buffer = self._ready()
+        return buffer.size(), buffer.cbytes
 
     def save(self) -> None:
         """Makes the next checkpoint of the file."""
@@ -130,31 +115,41 @@ class Shard:
         buffer.save(self._path)
 
 
-def _checkpoint_id(path: str) -> CheckpointId | None:
-    """What tells a file's checkpoint from others; None if there is none, or a first save was not completed.
+def _part(manifest: dict[str, Any], number: int, path: Path | None) -> ShardBuffer:
+    """The buffer of a shard, from its file if there is a checkpoint."""
+    replay, *origins = (f"{name}-{number}" for name in (manifest["replay"], *manifest["origins"]))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if path is None or not (origins or _has_checkpoint(path)):
+        count = manifest["num_shards"]
+        size = (manifest["buffer_size"] + count - 1 - number) // count
+        arguments = arguments_of({**manifest["settings"], "buffer_size": size})
+        buffer = ShardBuffer(**arguments, device=None)
+    else:
+        with closing(FileReader.open(path)) as file:
+            owner = file.read_checkpoint()[0].get("replay")
+        if owner not in (replay, *origins):
+            if origins:
+                raise CorruptDataError(f"{path} is of another replay memory")
+            raise FileExistsError(f"{path} holds a checkpoint of another replay memory: move it away")
+        buffer = ShardBuffer.load(path, device=None)
+    buffer.replay = replay
+    return buffer
+
+
+def _has_checkpoint(path: Path) -> bool:
+    """Whether a file holds one: not if it is not there, or a first save was not completed.
 
     Raises:
         CorruptDataError, FileExistsError: If there is something else.
     """
-    if not Path(path).exists():
-        return None
+    if not path.exists():
+        return False
     try:
         with closing(open_to_save(path)) as connection:
-            return read_checkpoint_id(connection)
-    except FileExistsError as error:
-        if isinstance(error.__cause__, CorruptDataError):
-            raise error.__cause__ from None
-        raise
-
-
-def _owner(path: str) -> str | None:
-    """Which replay memory a file with a checkpoint is of."""
-    file = FileReader.open(path)
-    try:
-        settings, _ = file.read_checkpoint()
-        return settings.get("replay")
-    finally:
-        file.close()
+            return read_checkpoint_id(connection) is not None
+    except FileExistsError as error:  # which a damaged replay file causes, too
+        raise error.__cause__ or error from None
 
 
 def answer(reference: Any, timeout: float | None = None) -> Any:

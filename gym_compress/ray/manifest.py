@@ -10,22 +10,29 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from gym_compress.errors import CorruptDataError
+from gym_compress.errors import CorruptDataError, positive
 from gym_compress.replay.file.checkpoint import arguments_of
 from gym_compress.replay.file.format import as_corrupt
 from gym_compress.replay.settings import generator_from_json
 
-__all__ = ["MANIFEST", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "checked_sizes", "read_manifest", "write_manifest"]
 
 MANIFEST = "replay.json"
 _FORMAT, _VERSION = "gym_compress sharded replay", 1
-_KINDS: dict[str, type] = {
-    "replay": str,
-    "origins": list,
-    "num_shards": int,
-    "buffer_size": int,
-    "timeout": float,
-}
+
+
+def checked_sizes(buffer_size: int, num_shards: int, timeout: float) -> dict[str, Any]:
+    """The numbers of a manifest.
+
+    Raises:
+        ValueError, TypeError: If they are not as :class:`ShardedReplay` expects them.
+    """
+    num_shards, buffer_size = positive(num_shards, "num_shards"), positive(buffer_size, "buffer_size")
+    if buffer_size < num_shards:
+        raise ValueError(f"{num_shards} shards cannot hold {buffer_size} transitions together")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is expected to be a number of seconds above 0, actual value: {timeout}")
+    return {"num_shards": num_shards, "buffer_size": buffer_size, "timeout": float(timeout)}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -44,14 +51,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise CorruptDataError(f"format and version are {found}, expected {(_FORMAT, _VERSION)}")
         if manifest.pop("checksum") != _checksum(manifest):
             raise CorruptDataError("it does not have its checksum")
-        for name, kind in _KINDS.items():
-            if not isinstance(manifest[name], kind):
-                raise CorruptDataError(f"{name} is {manifest[name]!r}, expected {kind.__name__}")
-        if (
-            not 0 < manifest["num_shards"] <= manifest["buffer_size"]
-            or not 0 < manifest["timeout"] < math.inf
-        ):
-            raise CorruptDataError(f"{[manifest[name] for name in _KINDS]} are out of bounds")
+        names = [manifest["replay"], *manifest["origins"]]
+        if not all(isinstance(name, str) for name in names):
+            raise CorruptDataError(f"{names} are no names")
+        checked_sizes(manifest["buffer_size"], manifest["num_shards"], manifest["timeout"])
         arguments_of(manifest["settings"])
         generator_from_json(manifest["generator"])
     return manifest

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import ray
 from gymnasium import spaces
-from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from gym_compress.codec import Codec
 from gym_compress.errors import GymCompressError, positive
 from gym_compress.ray.actor import answer
-from gym_compress.ray.manifest import MANIFEST, read_manifest, write_manifest
-from gym_compress.ray.shards import ActorOptions, Shards
+from gym_compress.ray.manifest import MANIFEST, checked_sizes, read_manifest, write_manifest
+from gym_compress.ray.shards import ActorOptions, Shards, never
 from gym_compress.ray.writer import ReplayWriter
 from gym_compress.replay.buffer import CompressedReplayBuffer
 from gym_compress.replay.locks import fork_safe_lock
@@ -34,18 +31,6 @@ __all__ = ["ShardedReplay"]
 # Of a request that is for several batches: how many, their transitions, and the bytes of these when decoded.
 _MOST_BATCHES, _MOST_ASKED, _MOST_ASKED_NBYTES = 16, 2048, 2**27
 _REQUESTS = 2  # on their way at once
-
-
-class _Request(NamedTuple):
-    """Transitions that shards were asked for.
-
-    Attributes:
-        references: To the shards' answers, by shard.
-        places: ``(n,)``, by shard: where in the batch its transitions go.
-    """
-
-    references: dict[int, Any]
-    places: dict[int, NDArray[np.int64]]
 
 
 class ShardedReplay:
@@ -129,20 +114,13 @@ class ShardedReplay:
         timeout: float = 60.0,
         actor_options: ActorOptions = None,
     ) -> None:
-        num_shards = positive(num_shards, "num_shards")
-        buffer_size = positive(buffer_size, "buffer_size")
-        if buffer_size < num_shards:
-            raise ValueError(f"{num_shards} shards cannot hold {buffer_size} transitions together")
-        if not 0 < timeout < math.inf:
-            raise ValueError(
-                f"timeout is expected to be a number of seconds above 0, actual value: {timeout}"
-            )
+        sizes = checked_sizes(buffer_size, num_shards, timeout)
         if folder is not None and (Path(folder) / MANIFEST).exists():
             raise FileExistsError(
                 f"{folder} holds a checkpoint: go on with it by ShardedReplay.load(folder), or move it away"
             )
         buffer = CompressedReplayBuffer(
-            -(-buffer_size // num_shards),
+            -(-sizes["buffer_size"] // sizes["num_shards"]),
             observation_space,
             action_space,
             None,
@@ -154,35 +132,30 @@ class ShardedReplay:
         manifest = {
             "replay": secrets.token_hex(8),
             "origins": [],
-            "num_shards": num_shards,
-            "buffer_size": buffer_size,
-            "timeout": float(timeout),
+            **sizes,
             "settings": {k: v for k, v in buffer.checked_settings().items() if k != "generator"},
+            "generator": generator_to_json(np.random.default_rng(seed)),
         }
-        path = None if folder is None else Path(folder).absolute()
-        if path is not None:
-            path.mkdir(parents=True, exist_ok=True)
-        generator, target = np.random.default_rng(seed), torch_device(device)
-        shards = _started(manifest, path, actor_options)
-        self._set_up(manifest, shards, generator, target, path)
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        self._start(manifest, folder, device, actor_options)
 
-    def _set_up(
+    def _start(
         self,
         manifest: dict[str, Any],
-        shards: Shards,
-        generator: np.random.Generator,
+        folder: str | os.PathLike[str] | None,
         device: Any,
-        folder: Path | None,
+        actor_options: ActorOptions,
     ) -> None:
+        self.buffer_size = manifest["buffer_size"]
+        self.device = torch_device(device)
         self._manifest = manifest
-        self._shards = shards
-        self._rng = generator
-        self._folder = folder
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._rng = generator_from_json(manifest["generator"])
         self._lock = fork_safe_lock()
         self._writers = 0  # how many were made: the next one's shard follows
         self._closed = self._is_copy = False
-        self.device = device
-        self.buffer_size = manifest["buffer_size"]
+        self._shards = Shards(manifest, self._folder, actor_options)
 
     @property
     def shards(self) -> list[Any]:
@@ -212,18 +185,14 @@ class ShardedReplay:
             CorruptDataError: If the manifest or a file is damaged, or belongs to another replay memory.
             GymCompressError: If there is no Ray and none can be started, or the shards do not start.
         """
-        path = Path(folder).absolute()
-        manifest = read_manifest(path / MANIFEST)
-        generator = generator_from_json(manifest.pop("generator"))
+        manifest = read_manifest(Path(folder).absolute() / MANIFEST)
         if num_shards not in (None, manifest["num_shards"]):
             raise ValueError(f"{folder} holds {manifest['num_shards']} shards, expected {num_shards}")
-        replay = cls.__new__(cls)
-        target = torch_device(device)
         # another one that is loaded from here is told apart by its name, which its files get when it saves
-        origins = [manifest["replay"], *manifest["origins"]]
-        manifest = {**manifest, "origins": origins, "replay": secrets.token_hex(8)}
-        shards = _started(manifest, path, actor_options)
-        replay._set_up(manifest, shards, generator, target, path)
+        manifest["origins"] = [manifest["replay"], *manifest["origins"]]
+        manifest["replay"] = secrets.token_hex(8)
+        replay = cls.__new__(cls)
+        replay._start(manifest, folder, device, actor_options)
         return replay
 
     def writer(self, name: str) -> ReplayWriter:
@@ -235,8 +204,8 @@ class ShardedReplay:
         self._check_open()
         with self._lock:
             number, self._writers = self._writers % len(self.shards), self._writers + 1
-        settings = json.dumps(self._manifest["settings"])
-        return ReplayWriter(name, self.shards[number], number, settings, self._manifest["timeout"])
+        settings = self._manifest["settings"]
+        return ReplayWriter(name, self.shards[number], number, settings, self._shards.timeout)
 
     def size(self) -> int:
         """The number of transitions in all shards that are there.
@@ -246,15 +215,15 @@ class ShardedReplay:
         """
         self._check_open()
         self._shards.look()
-        return sum(size or 0 for size in self._shards.sizes)
+        return sum(self._shards.sizes.values())
 
     @property
     def cbytes(self) -> int:
         """Bytes of chunks, references and arrays in the shards that are there."""
         self._check_open()
         self._shards.look()
-        asked = {i: shard.cbytes.remote() for i, shard in enumerate(self.shards)}
-        return sum(self._shards.answers(asked).values())
+        asked = {i: self.shards[i].cbytes.remote() for i in self._shards.sizes}
+        return sum(self._shards.answers(asked, never).values())
 
     def sample(self, batch_size: int) -> ReplaySamples:
         """Draws transitions uniformly from all shards, with replacement.
@@ -277,7 +246,7 @@ class ShardedReplay:
         batch_size = positive(batch_size, "batch_size")
         self._check_open()
         self._shards.look()
-        return self._receive(self._ask(np.arange(batch_size)))
+        return self._ask(batch_size)()
 
     def batches(self, batch_size: int, depth: int = 2) -> Prefetch[ReplaySamples]:
         """Draws batches ahead: while one is decoded, in a background thread, shards pick the next ones.
@@ -303,16 +272,15 @@ class ShardedReplay:
         self._check_open()
         nbytes = 2 * element_nbytes(self._manifest["settings"]["observation_space"])
         most = min(_MOST_ASKED, _MOST_ASKED_NBYTES // max(nbytes, 1)) // batch_size
-        places = np.arange(max(1, min(most, _MOST_BATCHES)) * batch_size)
-
+        count = max(1, min(most, _MOST_BATCHES)) * batch_size
         outputs = Outputs()
 
         def drawn() -> Iterator[ReplaySamples]:
-            self._shards.look()
-            asked = deque([self._ask(places, prefetch.cancelled) for _ in range(_REQUESTS)])
+            self._shards.look(prefetch.cancelled)
+            asked = deque([self._ask(count, prefetch.cancelled) for _ in range(_REQUESTS)])
             while True:
-                samples = self._receive(asked.popleft(), prefetch.cancelled)
-                asked.append(self._ask(places, prefetch.cancelled))
+                samples = asked.popleft()()
+                asked.append(self._ask(count, prefetch.cancelled))
                 yield from samples.decompress_parts(batch_size, self.device, outputs.empty)
 
         batches = drawn()
@@ -335,39 +303,37 @@ class ShardedReplay:
         prefetch = Prefetch(make, depth, taken=lambda _: None, when_left=when_left)
         return prefetch
 
-    def _ask(self, places: NDArray[np.int64], cancelled: Callable[[], bool] = lambda: False) -> _Request:
-        """Draws transitions for some places of a batch, and asks the shards for them."""
+    def _ask(self, count: int, cancelled: Callable[[], bool] = never) -> Callable[[], CompressedSamples]:
+        """Draws transitions, and asks the shards for them. What it returns waits for them.
+
+        In place of those in shards that are away, that draws others.
+        """
         self._check_open()
         known = self._shards.wait_for_transitions(cancelled)
-        sizes = np.array([size or 0 for size in known])
+        sizes = np.array(list(known.values()))
         with self._lock:
-            drawn = self._rng.integers(sizes.sum(), size=len(places))
+            drawn = self._rng.integers(sizes.sum(), size=count)
         ends = sizes.cumsum()
-        shards = np.searchsorted(ends, drawn, "right")
-        rows = (drawn - (ends - sizes)[shards]).astype(np.int32)
-        # those too of which nothing is wanted, since an answer says how much the shard holds now
-        there = {i: shards == i for i, size in enumerate(known) if size is not None}
-        references = {i: self.shards[i].take.remote(rows[own]) for i, own in there.items()}
-        return _Request(references, {i: places[own] for i, own in there.items()})
+        owners = np.searchsorted(ends, drawn, "right")
+        rows = (drawn - (ends - sizes)[owners]).astype(np.int32)
+        # where in the batch the transitions of a shard go. Those are asked too of which nothing is wanted, since
+        # an answer says how much the shard holds now
+        places = {i: np.flatnonzero(owners == number) for number, i in enumerate(known)}
+        asked = {i: self.shards[i].take.remote(rows[own]) for i, own in places.items()}
 
-    def _receive(self, request: _Request, cancelled: Callable[[], bool] = lambda: False) -> CompressedSamples:
-        """The transitions that were asked for; in place of those in shards that are away, others."""
-        parts, order = [], []
-        while True:
-            found = self._shards.answers(request.references, cancelled)
-            missing = []
-            for i, places in request.places.items():
-                size, samples = found.get(i, (None, None))
-                if size is not None:
-                    self._shards.sizes[i] = size
+        def receive() -> CompressedSamples:
+            missing, parts, order = np.ones(count, np.bool_), [], []
+            for i, samples in self._shards.answers(asked, cancelled).items():
                 if samples is not None:
+                    missing[places[i]] = False
                     parts.append(samples)
-                    order.append(places)
-                elif len(places):
-                    missing.append(places)
-            if not missing:
-                return CompressedSamples.join(parts).select(np.argsort(np.concatenate(order)))
-            request = self._ask(np.concatenate(missing), cancelled)
+                    order.append(places[i])
+            if missing.any():
+                parts.append(self._ask(int(missing.sum()), cancelled)())
+                order.append(np.flatnonzero(missing))
+            return CompressedSamples.join(parts).select(np.argsort(np.concatenate(order)))
+
+        return receive
 
     def save(self) -> None:
         """Makes a checkpoint in ``folder``: each shard writes what changed since its last one, all at once.
@@ -396,7 +362,7 @@ class ShardedReplay:
         away = []
         for i, reference in enumerate([shard.save.remote() for shard in self.shards]):
             try:
-                answer(reference, self._manifest["timeout"])
+                answer(reference, self._shards.timeout)
             except RayError:
                 away.append(i)
         if away:
@@ -436,13 +402,3 @@ class ShardedReplay:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = fork_safe_lock()
-
-
-def _started(manifest: dict[str, Any], folder: Path | None, actor_options: ActorOptions) -> Shards:
-    """The shards that a manifest tells of."""
-    num_shards, buffer_size = manifest["num_shards"], manifest["buffer_size"]
-    sizes = [buffer_size // num_shards + (i < buffer_size % num_shards) for i in range(num_shards)]
-    settings = [{**manifest["settings"], "buffer_size": size} for size in sizes]
-    paths = [None if folder is None else str(folder / f"shard-{i}.replay") for i in range(num_shards)]
-    names = manifest["replay"], manifest["origins"]
-    return Shards.start(settings, *names, paths, manifest["timeout"], actor_options)

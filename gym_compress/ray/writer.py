@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,23 +24,21 @@ _IN_FLIGHT = 4  # parcels that were sent and not acknowledged
 _PAUSES = 0.01, 1.0  # seconds before what was lost is sent again: at first, and at most
 
 
+@dataclass(slots=True)
 class _Parcel:
     """Transitions on their way to the shard.
 
     Attributes:
         number: A writer numbers its parcels from 1.
         pos: The row of the writer's buffer behind the last of them.
-        samples: The transitions, until they are acknowledged.
+        samples: The transitions; None in the place of a parcel before the first.
         reference: To the shard's answer, once they are sent.
     """
 
-    __slots__ = ("number", "pos", "reference", "samples")
-
-    def __init__(self, number: int, pos: int, samples: CompressedSamples | None) -> None:
-        self.number = number
-        self.pos = pos
-        self.samples = samples
-        self.reference: Any = None
+    number: int
+    pos: int
+    samples: CompressedSamples | None
+    reference: Any = None
 
 
 class ReplayWriter:
@@ -56,14 +54,14 @@ class ReplayWriter:
     it added before it failed is there twice. Calls of actors are not repeated by default.
     """
 
-    def __init__(self, name: str, shard: Any, number: int, settings: str, timeout: float) -> None:
+    def __init__(self, name: str, shard: Any, number: int, settings: dict[str, Any], timeout: float) -> None:
         """Made by :meth:`ShardedReplay.writer`; not meant to be called.
 
         Args:
             name: What errors call it.
             shard: The actor handle of its shard.
             number: Which of the shards that is.
-            settings: The settings of its buffer, as JSON.
+            settings: The settings of its buffer, as a replay file has them.
             timeout: Seconds to wait for the shard.
         """
         self.name = name
@@ -75,39 +73,26 @@ class ReplayWriter:
         self._parcels = deque([_Parcel(0, 0, None)])
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
-        """Stores a transition of each environment; :meth:`gym_compress.CompressedReplayBuffer.add` says how.
+        """Stores a transition of each environment, as :meth:`gym_compress.CompressedReplayBuffer.add` does.
 
         Compressed observations are shipped as they are. If several parcels are on their way already, this
-        waits for the shard.
-
-        Args:
-            obs: ``(n_envs, *observation)``, a list of ``n_envs`` observations, or a dict or tuple of these.
-            next_obs: As ``obs``: what the step gave, before any reset.
-            action: ``(n_envs, *action)``.
-            reward: ``(n_envs,)``; that of the first call says how many environments there are.
-            done: ``(n_envs,)``.
-            infos: A list of ``n_envs`` dicts, or one dict of arrays as Gymnasium's vector environments give.
+        waits for the shard. The first call's ``reward`` says how many environments there are.
 
         Raises:
-            ValueError: If something has another shape or number, or an observation does not fit the space.
-                Nothing is stored then.
+            ValueError: As there. Nothing is stored then.
             GymCompressError: If the shard has not answered for ``timeout`` seconds. Nothing is stored then,
                 and what was added before is sent again with the next call.
             Exception: What the shard found wrong, as :meth:`flush` says.
         """
         buffer = self._buffer
         if buffer is None:
-            buffer = self._new_buffer(max(np.size(reward), 1))
+            # one row more than a parcel has, so that all rows differ from none
+            sizes = {"buffer_size": _ROWS + 1, "n_envs": max(np.size(reward), 1)}
+            buffer = CompressedReplayBuffer(**arguments_of({**self._settings, **sizes}), device=None)
         if self._waiting(buffer) == buffer.buffer_size - 1:
             self._ship(buffer)
         buffer.add(obs, next_obs, action, reward, done, infos)
         self._buffer = buffer
-
-    def _new_buffer(self, n_envs: int) -> CompressedReplayBuffer:
-        # one row more than a parcel has, so that all rows differ from none
-        settings = {**json.loads(self._settings), "buffer_size": _ROWS + 1, "n_envs": n_envs}
-        arguments = arguments_of(settings)
-        return CompressedReplayBuffer(**arguments, device=None)
 
     def _waiting(self, buffer: CompressedReplayBuffer) -> int:
         """How many rows are in no parcel yet."""
@@ -155,7 +140,6 @@ class ReplayWriter:
             if last >= oldest.number:
                 while len(self._parcels) > 1 and self._parcels[1].number <= last:
                     self._parcels.popleft()
-                    self._parcels[0].samples = self._parcels[0].reference = None
                 end, pause = time.monotonic() + self._timeout, shortest
                 continue
             if time.monotonic() > end:
