@@ -856,6 +856,12 @@ def test_nothing_to_sample(sharded):
             next(batches)
         add(replay.writer("w"), range(3)).flush()
         assert len(next(batches).rewards) == 4
+        for shard in replay.shards:
+            ray.get(shard.__ray_call__.remote(lambda self: self._buffer.reset()))
+        with pytest.raises(ValueError, match="restarted without a checkpoint"):
+            deque(batches, maxlen=0)  # those that were asked for before
+        add(replay.writer("w"), range(3)).flush()
+        assert len(next(batches).rewards) == 4
     for wrong in (0, -1):
         for call in (replay.sample, replay.sample_compressed, replay.batches, lambda n: replay.batches(4, n)):
             with pytest.raises(ValueError, match="at least 1"):

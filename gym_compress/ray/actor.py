@@ -57,7 +57,7 @@ class Shard:
     Args:
         manifest: What it is a shard of. If that was loaded, the shard's file must be there.
         number: Which shard it is.
-        folder: Where its file is, or None. That is loaded if it is this shard's: the actor was restarted then.
+        folder: Where its file is, or None. If one is there already, the actor was restarted, and loads it.
     """
 
     def __init__(self, manifest: dict[str, Any], number: int, folder: Path | None) -> None:
@@ -110,9 +110,7 @@ class Shard:
 
     def save(self) -> None:
         """Makes the next checkpoint of the file."""
-        buffer = self._ready()
-        assert self._path is not None
-        buffer.save(self._path)
+        self._ready().save(self._path)
 
 
 def _part(manifest: dict[str, Any], number: int, path: Path | None) -> ShardBuffer:
@@ -138,11 +136,7 @@ def _part(manifest: dict[str, Any], number: int, path: Path | None) -> ShardBuff
 
 
 def _has_checkpoint(path: Path) -> bool:
-    """Whether a file holds one: not if it is not there, or a first save was not completed.
-
-    Raises:
-        CorruptDataError, FileExistsError: If there is something else.
-    """
+    """Whether a file is there, and a first save was completed; an error if it is something else."""
     if not path.exists():
         return False
     try:

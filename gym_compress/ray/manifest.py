@@ -22,11 +22,7 @@ _FORMAT, _VERSION = "gym_compress sharded replay", 1
 
 
 def checked_sizes(buffer_size: int, num_shards: int, timeout: float) -> dict[str, Any]:
-    """The numbers of a manifest.
-
-    Raises:
-        ValueError, TypeError: If they are not as :class:`ShardedReplay` expects them.
-    """
+    """The numbers of a manifest; a ValueError or TypeError if :class:`ShardedReplay` does not take them."""
     num_shards, buffer_size = positive(num_shards, "num_shards"), positive(buffer_size, "buffer_size")
     if buffer_size < num_shards:
         raise ValueError(f"{num_shards} shards cannot hold {buffer_size} transitions together")

@@ -18,7 +18,7 @@ from gym_compress.codec import Codec
 from gym_compress.errors import GymCompressError, positive
 from gym_compress.ray.actor import answer
 from gym_compress.ray.manifest import MANIFEST, checked_sizes, read_manifest, write_manifest
-from gym_compress.ray.shards import ActorOptions, Shards, never
+from gym_compress.ray.shards import ActorOptions, Shards
 from gym_compress.ray.writer import ReplayWriter
 from gym_compress.replay.buffer import CompressedReplayBuffer
 from gym_compress.replay.locks import fork_safe_lock
@@ -136,26 +136,23 @@ class ShardedReplay:
             "settings": {k: v for k, v in buffer.checked_settings().items() if k != "generator"},
             "generator": generator_to_json(np.random.default_rng(seed)),
         }
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        self._start(manifest, folder, device, actor_options)
+        path = None if folder is None else Path(folder).absolute()
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+        self._start(manifest, path, device, actor_options)
 
     def _start(
-        self,
-        manifest: dict[str, Any],
-        folder: str | os.PathLike[str] | None,
-        device: Any,
-        actor_options: ActorOptions,
+        self, manifest: dict[str, Any], folder: Path | None, device: Any, actor_options: ActorOptions
     ) -> None:
         self.buffer_size = manifest["buffer_size"]
         self.device = torch_device(device)
         self._manifest = manifest
-        self._folder = None if folder is None else Path(folder).absolute()
+        self._folder = folder
         self._rng = generator_from_json(manifest["generator"])
         self._lock = fork_safe_lock()
         self._writers = 0  # how many were made: the next one's shard follows
         self._closed = self._is_copy = False
-        self._shards = Shards(manifest, self._folder, actor_options)
+        self._shards = Shards(manifest, folder, actor_options)
 
     @property
     def shards(self) -> list[Any]:
@@ -185,14 +182,15 @@ class ShardedReplay:
             CorruptDataError: If the manifest or a file is damaged, or belongs to another replay memory.
             GymCompressError: If there is no Ray and none can be started, or the shards do not start.
         """
-        manifest = read_manifest(Path(folder).absolute() / MANIFEST)
+        path = Path(folder).absolute()
+        manifest = read_manifest(path / MANIFEST)
         if num_shards not in (None, manifest["num_shards"]):
             raise ValueError(f"{folder} holds {manifest['num_shards']} shards, expected {num_shards}")
         # another one that is loaded from here is told apart by its name, which its files get when it saves
         manifest["origins"] = [manifest["replay"], *manifest["origins"]]
         manifest["replay"] = secrets.token_hex(8)
         replay = cls.__new__(cls)
-        replay._start(manifest, folder, device, actor_options)
+        replay._start(manifest, path, device, actor_options)
         return replay
 
     def writer(self, name: str) -> ReplayWriter:
@@ -223,7 +221,7 @@ class ShardedReplay:
         self._check_open()
         self._shards.look()
         asked = {i: self.shards[i].cbytes.remote() for i in self._shards.sizes}
-        return sum(self._shards.answers(asked, never).values())
+        return sum(self._shards.answers(asked).values())
 
     def sample(self, batch_size: int) -> ReplaySamples:
         """Draws transitions uniformly from all shards, with replacement.
@@ -273,65 +271,60 @@ class ShardedReplay:
         nbytes = 2 * element_nbytes(self._manifest["settings"]["observation_space"])
         most = min(_MOST_ASKED, _MOST_ASKED_NBYTES // max(nbytes, 1)) // batch_size
         count = max(1, min(most, _MOST_BATCHES)) * batch_size
+        asked: deque[Callable[[], CompressedSamples]] = deque()
+        decoded: Iterator[ReplaySamples] = iter(())
         outputs = Outputs()
-
-        def drawn() -> Iterator[ReplaySamples]:
-            self._shards.look(prefetch.cancelled)
-            asked = deque([self._ask(count, prefetch.cancelled) for _ in range(_REQUESTS)])
-            while True:
-                samples = asked.popleft()()
-                asked.append(self._ask(count, prefetch.cancelled))
-                yield from samples.decompress_parts(batch_size, self.device, outputs.empty)
-
-        batches = drawn()
         making = fork_safe_lock()  # an interrupted start may have left a thread that makes one more
 
         def make() -> tuple[ReplaySamples, None]:
-            nonlocal batches
+            nonlocal decoded
             with making:
                 try:
-                    return next(batches), None
+                    while (batch := next(decoded, None)) is None:
+                        if not asked:
+                            self._shards.look(prefetch.cancelled)
+                        while len(asked) <= _REQUESTS:
+                            asked.append(self._ask(count, prefetch.cancelled))
+                        decoded = asked.popleft()().decompress_parts(batch_size, self.device, outputs.empty)
+                    return batch, None
                 except BaseException:
-                    batches = drawn()
+                    asked.clear()  # the next call begins anew
                     raise
 
         def when_left() -> None:
-            nonlocal batches
-            batches = drawn()  # which forgets what was asked
+            nonlocal decoded
+            decoded = iter(())
+            asked.clear()
             outputs.clear()
 
         prefetch = Prefetch(make, depth, taken=lambda _: None, when_left=when_left)
         return prefetch
 
-    def _ask(self, count: int, cancelled: Callable[[], bool] = never) -> Callable[[], CompressedSamples]:
-        """Draws transitions, and asks the shards for them. What it returns waits for them.
-
-        In place of those in shards that are away, that draws others.
-        """
+    def _ask(
+        self, count: int, cancelled: Callable[[], bool] = lambda: False
+    ) -> Callable[[], CompressedSamples]:
+        """Draws transitions, and asks for them. What it returns waits, and draws others for those missing."""
         self._check_open()
         known = self._shards.wait_for_transitions(cancelled)
-        sizes = np.array(list(known.values()))
+        sizes = np.array([*known.values()])
         with self._lock:
             drawn = self._rng.integers(sizes.sum(), size=count)
         ends = sizes.cumsum()
-        owners = np.searchsorted(ends, drawn, "right")
-        rows = (drawn - (ends - sizes)[owners]).astype(np.int32)
-        # where in the batch the transitions of a shard go. Those are asked too of which nothing is wanted, since
-        # an answer says how much the shard holds now
-        places = {i: np.flatnonzero(owners == number) for number, i in enumerate(known)}
-        asked = {i: self.shards[i].take.remote(rows[own]) for i, own in places.items()}
+        numbers = np.searchsorted(ends, drawn, "right")
+        rows = (drawn - (ends - sizes)[numbers]).astype(np.int32)
+        owners = np.array([*known])[numbers]
+        # those too of which nothing is wanted, since an answer says how much the shard holds now
+        asked = {i: self.shards[i].take.remote(rows[owners == i]) for i in known}
 
         def receive() -> CompressedSamples:
-            missing, parts, order = np.ones(count, np.bool_), [], []
-            for i, samples in self._shards.answers(asked, cancelled).items():
-                if samples is not None:
-                    missing[places[i]] = False
-                    parts.append(samples)
-                    order.append(places[i])
-            if missing.any():
-                parts.append(self._ask(int(missing.sum()), cancelled)())
-                order.append(np.flatnonzero(missing))
-            return CompressedSamples.join(parts).select(np.argsort(np.concatenate(order)))
+            answers = self._shards.answers(asked, cancelled)
+            found = {i: samples for i, samples in answers.items() if samples is not None}
+            parts, places = [*found.values()], [np.flatnonzero(owners == i) for i in found]
+            missing = np.flatnonzero(~np.isin(owners, [*found]))
+            if len(missing):
+                parts.append(self._ask(len(missing), cancelled)())
+                places.append(missing)
+            return CompressedSamples.join(parts).select(np.argsort(np.concatenate(places)))
 
         return receive
 

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from gym_compress.errors import GymCompressError
 from gym_compress.ray.actor import Shard, answer, check_ray
 
-__all__ = ["ActorOptions", "Shards", "never"]
+__all__ = ["ActorOptions", "Shards"]
 
 ActorOptions = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -28,29 +28,17 @@ _PAUSE = 0.01  # seconds between looks at those that are away
 _NO_ROWS = np.empty(0, np.int32)
 
 
-def never() -> bool:
-    """Of those who wait until they are answered: whether nobody wants that any more."""
-    return False
-
-
 class Shards:
     """Actors of which some may be away: dead, on their way back, or busy for long.
 
-    They are started here, and so is Ray if it does not run.
-
     Args:
-        manifest: What they are the shards of.
+        manifest: What they are the shards of. They are started here, and Ray if it does not run.
         folder: Where their files are, or None.
-        actor_options: Their options; see :class:`ShardedReplay`.
+        actor_options: As for :class:`ShardedReplay`, which tells what is raised, too.
 
     Attributes:
         actors: The handles.
         timeout: Seconds after which it is an error that no shard answers.
-
-    Raises:
-        ValueError: If there are options for another number of actors.
-        GymCompressError: If Ray or the actors cannot be started.
-        Exception: What an actor found wrong with its file.
     """
 
     def __init__(self, manifest: dict[str, Any], folder: Path | None, actor_options: ActorOptions) -> None:
@@ -60,7 +48,11 @@ class Shards:
             raise ValueError(f"Expected actor_options for {count} shards, got {len(each)}")
         if any("max_concurrency" in options for options in each):
             raise ValueError("A shard takes one call at a time: max_concurrency is no option of it")
-        _start_ray()
+        if not ray.is_initialized():
+            try:
+                ray.init()
+            except Exception as error:
+                raise GymCompressError(f"No Ray is running, and none could be started: {error}") from error
         self.actors: list[Any] = []
         self.timeout = manifest["timeout"]
         self._sizes = [0] * count  # by the last answer of each
@@ -92,18 +84,13 @@ class Shards:
         """How many transitions each shard that is there holds, by its last answer."""
         return {i: size for i, size in enumerate(self._sizes) if i not in self._away}
 
-    def look(self, cancelled: Callable[[], bool] = never) -> None:
+    def look(self, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Asks how much each shard holds, but for those that are away; as :meth:`answers`."""
         check_ray()
         self.answers({i: self.actors[i].take.remote(_NO_ROWS) for i in self.sizes}, cancelled)
 
     def wait_for_transitions(self, cancelled: Callable[[], bool]) -> dict[int, int]:
-        """Returns what :attr:`sizes` is when a shard is there that is not empty.
-
-        Raises:
-            ValueError: If all are there, and empty.
-            GymCompressError: If none has answered for ``timeout`` seconds.
-        """
+        """Returns what :attr:`sizes` is when a shard is there that is not empty."""
         end = time.monotonic() + self.timeout
         while not any((sizes := self.sizes).values()):
             if len(sizes) == len(self.actors):
@@ -123,7 +110,7 @@ class Shards:
             f"No shard{what} has answered for {self.timeout} s: {away} of {count} are away"
         )
 
-    def answers(self, asked: dict[int, Any], cancelled: Callable[[], bool]) -> dict[int, Any]:
+    def answers(self, asked: dict[int, Any], cancelled: Callable[[], bool] = lambda: False) -> dict[int, Any]:
         """What shards answered in time. One that did not is away until it answers.
 
         A second is enough if one has answered then. Else the first that answers tells how long it takes, and
@@ -138,7 +125,8 @@ class Shards:
             GymCompressError: If none has answered for ``timeout`` seconds.
         """
         begin = time.monotonic()
-        end, found = begin + _PATIENCE, {}
+        end = begin + _PATIENCE
+        found: dict[int, Any] = {}
         # of those that are away, no more is expected; if all are, any will do
         waiting = {i: reference for i, reference in asked.items() if i not in self._away} or dict(asked)
         while True:
@@ -184,20 +172,10 @@ class Shards:
 
     def close(self) -> None:
         """Ends the actors."""
-        if not ray.is_initialized():  # or Ray would be started
-            return
         for actor in self.actors:
-            with suppress(Exception):  # Ray may have been shut down
+            with suppress(Exception):
+                check_ray()
                 ray.kill(actor)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_away": {}}
-
-
-def _start_ray() -> None:
-    if ray.is_initialized():
-        return
-    try:
-        ray.init()
-    except Exception as error:
-        raise GymCompressError(f"No Ray is running, and none could be started: {error}") from error

@@ -26,19 +26,12 @@ _PAUSES = 0.01, 1.0  # seconds before what was lost is sent again: at first, and
 
 @dataclass(slots=True)
 class _Parcel:
-    """Transitions on their way to the shard.
+    """Transitions on their way to the shard."""
 
-    Attributes:
-        number: A writer numbers its parcels from 1.
-        pos: The row of the writer's buffer behind the last of them.
-        samples: The transitions; None in the place of a parcel before the first.
-        reference: To the shard's answer, once they are sent.
-    """
-
-    number: int
-    pos: int
-    samples: CompressedSamples | None
-    reference: Any = None
+    number: int  # from 1
+    pos: int  # the row of the writer's buffer behind the last of them
+    samples: CompressedSamples | None  # None in the place of a parcel before the first
+    reference: Any = None  # to the shard's answer, once they are sent
 
 
 class ReplayWriter:
@@ -138,8 +131,7 @@ class ReplayWriter:
                 oldest.reference = None
                 raise
             if last >= oldest.number:
-                while len(self._parcels) > 1 and self._parcels[1].number <= last:
-                    self._parcels.popleft()
+                self._parcels.popleft()
                 end, pause = time.monotonic() + self._timeout, shortest
                 continue
             if time.monotonic() > end:
