@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_differing_spaces
 from gym_compress.compressed_array import CompressedArray
 from gym_compress.tree import map_space, replace_leaves
 
-__all__ = ["CompressedBox", "compressed_space", "is_image", "map_compressed", "worth_compressing"]
+__all__ = ["CompressedBox", "compressed_space", "is_image", "map_compressed", "space_of", "worth_compressing"]
 
 # A Box in a Dict or Tuple below this many bytes is left as it is.
 _WORTH_NBYTES = 1024
@@ -67,6 +67,21 @@ def map_compressed(make: Callable[[spaces.Box], Any], space: spaces.Space[Any]) 
         return None
 
     return map_space(leaf, space)
+
+
+def space_of(arrays: Any, axes: int) -> spaces.Space[Any]:
+    """The space of all that arrays of numbers can hold: a Box for an array, a Dict for a dict of them.
+
+    The first ``axes`` axes of each array, such as that of rows, are not of the space.
+    """
+    if isinstance(arrays, dict):
+        return spaces.Dict({key: space_of(sub, axes) for key, sub in arrays.items()})
+    dtype = arrays.dtype
+    if dtype.kind == "f":
+        low, high = -np.inf, np.inf
+    else:
+        low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return spaces.Box(low, high, arrays.shape[axes:], dtype.type)
 
 
 def compressed_space(space: spaces.Space[Any], compressed: Any) -> spaces.Space[Any]:

@@ -6,12 +6,21 @@ A tree is a dict or tuple of trees, or a leaf. Dicts stand for Dict spaces and t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gymnasium import spaces
 
-__all__ = ["map_leaves", "map_space", "replace_leaves"]
+__all__ = ["iter_leaves", "map_leaves", "map_space", "replace_leaves"]
+
+
+def iter_leaves(tree: Any, *keys: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Each leaf of a tree, after the keys and indices that lead to it, which follow those given."""
+    if isinstance(tree, (dict, tuple)):
+        for key, sub in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from iter_leaves(sub, *keys, key)
+    else:
+        yield keys, tree
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:

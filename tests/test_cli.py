@@ -11,7 +11,8 @@ from gymnasium import spaces
 
 import gym_compress.commands.compare as compare_module
 from gym_compress.commands.cli import main
-from gym_compress.commands.compare import CompareError, Recording, Replay, image_places, record
+from gym_compress.commands.compare import Recording, Replay, image_places, record
+from gym_compress.errors import GymCompressError
 from tests.envs import PIXELS, AnyEnv, MovingSquare, assert_same, play
 
 NESTED = spaces.Dict(
@@ -28,7 +29,7 @@ def test_images_are_found_in_nested_spaces():
         "['b']": ("b",),
     }
     assert image_places(spaces.Box(0, 1, (16, 16))) == {"": ()}
-    with pytest.raises(CompareError, match="no image"):
+    with pytest.raises(GymCompressError, match="no image"):
         image_places(spaces.Tuple([spaces.Discrete(3), spaces.Box(0, 1, (5000,))]))
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from gym_compress.tree import map_leaves, map_space, replace_leaves
+from gym_compress.tree import iter_leaves, map_leaves, map_space, replace_leaves
 
 SPACE = spaces.Dict(
     {"b": spaces.Box(0, 1, (2,)), "a": spaces.Tuple([spaces.Discrete(3), spaces.Box(0, 1, (4,))])}
@@ -26,6 +26,12 @@ def test_each_leaf_meets_its_fellows():
 def test_another_structure_is_refused(other):
     with pytest.raises(ValueError, match=r"Expected a (dict|tuple).*got (one with|a (tuple|list) of|<class)"):
         map_leaves(lambda x, y: None, {"b": 1, "a": (2, 3)}, other)
+
+
+def test_each_leaf_comes_with_its_keys():
+    tree = {"b": 1, "a": (2, {"c": 3}), "none": {}}
+    assert list(iter_leaves(tree)) == [(("b",), 1), (("a", 0), 2), (("a", 1, "c"), 3)]
+    assert list(iter_leaves([4], "x", 5)) == [(("x", 5), [4])]
 
 
 def test_spaces():

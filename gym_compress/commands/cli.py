@@ -18,25 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+import gym_compress.commands.compare as compare
 from gym_compress.codec import resolve_codec, resolve_frames_per_chunk
-from gym_compress.commands.compare import (
-    DEFAULT_CODECS,
-    CompareError,
-    Row,
-    check_machine,
-    compare,
-    image_places,
-    machine,
-    make_env,
-    plot,
-    record,
-    report,
-)
 from gym_compress.commands.convert import from_arrays, from_pickle, to_npz
 from gym_compress.commands.inspect import draw_frames, faults, summary
 from gym_compress.errors import GymCompressError
-
-__all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         "--stack-size", type=int, default=4, help="frames in an observation (default: %(default)s)"
     )
     sub.add_argument(
-        "--codec", nargs="+", default=list(DEFAULT_CODECS), metavar="C", help="such as auto, lz4hc:5 or zstd"
+        "--codec",
+        nargs="+",
+        default=compare.DEFAULT_CODECS,
+        metavar="C",
+        help="such as auto, lz4hc:5 or zstd",
     )
     sub.add_argument("--frames-per-chunk", type=int, metavar="K", help="frames compressed together")
     sub.add_argument(
@@ -206,31 +196,30 @@ def _compare(args: argparse.Namespace) -> int:
             resolve_codec(codec, 0)
         resolve_frames_per_chunk(args.frames_per_chunk, 0)
     except ValueError as error:
-        raise CompareError(str(error)) from None
+        raise GymCompressError(str(error)) from None
     if args.steps < _FEWEST_STEPS:
-        raise CompareError(
+        raise GymCompressError(
             f"--steps is at least {_FEWEST_STEPS}: a shorter recording would flatter, got {args.steps}"
         )
     if args.stack_size < 1:
-        raise CompareError(f"--stack-size is at least 1, got {args.stack_size}")
+        raise GymCompressError(f"--stack-size is at least 1, got {args.stack_size}")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise CompareError('--plot needs matplotlib: pip install "gym-compress[plot]"')
+        raise GymCompressError('--plot needs matplotlib: pip install "gym-compress[plot]"')
     for path in filter(None, (args.json, args.plot)):
         if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-            raise CompareError(f"{path} cannot be written: it is a folder, or its folder is not there")
-    check_machine()
+            raise GymCompressError(f"{path} cannot be written: it is a folder, or its folder is not there")
+    compare.check_machine()
 
-    env = make_env(args.env_id)
-    image_places(env.observation_space)
+    env = compare.make_env(args.env_id)
     with env, _bars() as progress:
         task = progress.add_task(f"recording {args.env_id}", total=args.steps)
-        recording = record(env, args.steps, args.seed, lambda: progress.advance(task))
+        recording = compare.record(env, args.steps, args.seed, lambda: progress.advance(task))
         measured = progress.add_task("measuring", total=None)
 
         def advance(description: str) -> None:
             progress.update(measured, description=f"measuring {description}", advance=1)
 
-        rows = compare(recording, args.codec, args.stack_size, args.frames_per_chunk, advance)
+        rows = compare.compare(recording, args.codec, args.stack_size, args.frames_per_chunk, advance)
         progress.update(measured, description="measured", total=len(rows), completed=len(rows))
 
     shapes = ", ".join(
@@ -241,12 +230,13 @@ def _compare(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = 100  # nothing is cut off in a file
     console.print(_table(rows, title))
-    console.print(f"{_COLUMNS}\n{machine()}", highlight=False)
+    console.print(f"{_COLUMNS}\n{compare.machine()}", highlight=False)
     if args.json:
         settings = {name: getattr(args, name) for name in ("stack_size", "frames_per_chunk", "seed")}
-        args.json.write_text(json.dumps(report(args.env_id, recording, rows, **settings), indent=2) + "\n")
+        figures = compare.report(args.env_id, recording, rows, **settings)
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
     if args.plot:
-        plot(args.env_id, rows, str(args.plot))
+        compare.plot(args.env_id, rows, str(args.plot))
     return 0
 
 
@@ -257,7 +247,7 @@ observations as one array; GB/1M: a list of a million transitions. SharedFrames:
 stacks, not compressed. A codec "auto" stands under the name of what it chose."""
 
 
-def _table(rows: list[Row], title: str) -> Table:
+def _table(rows: list[compare.Row], title: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
     for heading in ("bytes", "ratio", "step us", "batch us", "GB/1M"):

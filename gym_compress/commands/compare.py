@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib
 import itertools
 import multiprocessing
+import operator
 import os
 import platform
 import random
+import re
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -30,23 +33,9 @@ from numpy.typing import NDArray
 from gym_compress.batch import decompress_batch
 from gym_compress.codec import resolve_codec
 from gym_compress.errors import GymCompressError
-from gym_compress.spaces import worth_compressing
+from gym_compress.spaces import is_image, space_of
+from gym_compress.tree import iter_leaves, map_leaves, map_space
 from gym_compress.wrappers.frame_stack import CompressedFrameStack
-
-__all__ = [
-    "DEFAULT_CODECS",
-    "CompareError",
-    "Recording",
-    "Row",
-    "check_machine",
-    "compare",
-    "image_places",
-    "machine",
-    "make_env",
-    "plot",
-    "record",
-    "report",
-]
 
 DEFAULT_CODECS = ("auto", "lz4:5", "lz4hc:5", "zstd:1", "zstd:5")
 
@@ -56,10 +45,6 @@ _KEPT = 40_000
 _GROWTH = 300_000_000
 _BATCH = 32
 _STATM = Path("/proc/self/statm")
-
-
-class CompareError(GymCompressError):
-    """An environment cannot be compared; the message says why, in one line."""
 
 
 @dataclass(frozen=True)
@@ -110,57 +95,44 @@ class Recording:
 
     def save(self, folder: Path) -> None:
         """Writes the arrays to a folder, for :meth:`load`."""
-        for i, (name, image) in enumerate(self.images.items()):
-            np.save(folder / f"{i}.npy", image)
-            (folder / f"{i}.txt").write_text(name)
-        np.save(folder / "first.npy", self.first)
+        arrays: dict[str, Any] = {**self.images, "first": self.first}
+        np.savez(folder / "recording.npz", **arrays)
 
     @classmethod
     def load(cls, folder: Path) -> Recording:
         """Reads what :meth:`save` wrote into memory."""
-        names = [path.read_text() for path in sorted(folder.glob("*.txt"), key=lambda path: int(path.stem))]
-        return cls(
-            {name: np.load(folder / f"{i}.npy") for i, name in enumerate(names)},
-            np.load(folder / "first.npy"),
-        )
+        with np.load(folder / "recording.npz") as file:
+            arrays = dict(file)
+        return cls(first=arrays.pop("first"), images=arrays)
 
 
 class Replay(gym.Env[Any, Any]):
     """Plays a recording in a loop, so that what is measured is a wrapper and not an emulator."""
 
     def __init__(self, recording: Recording) -> None:
-        self._images, self._first = recording.images, recording.first
-        boxes: dict[str, spaces.Space[Any]] = {
-            name: spaces.Box(*_bounds(image.dtype), image.shape[1:], image.dtype.type)
-            for name, image in self._images.items()
-        }
-        self._only = next(iter(self._images.values())) if len(boxes) == 1 else None
-        self.observation_space = spaces.Dict(boxes) if self._only is None else next(iter(boxes.values()))
+        images = recording.images
+        self._images: Any = images if len(images) > 1 else next(iter(images.values()))
+        self._first = recording.first
+        self.observation_space = space_of(self._images, axes=1)
         self.action_space = spaces.Discrete(1)
         self._at = -1
 
     def _observation(self) -> Any:
-        if self._only is not None:
-            return self._only[self._at].copy()
-        return {name: image[self._at].copy() for name, image in self._images.items()}
+        return map_leaves(lambda image: image[self._at].copy(), self._images)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
+        """The next observation of the recording, and no info."""
         super().reset(seed=seed)
         self._at = (self._at + 1) % len(self._first)
         return self._observation(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """The next observation, with ``truncated`` before one that is the first of an episode."""
         self._at = (self._at + 1) % len(self._first)
         last = bool(self._first[(self._at + 1) % len(self._first)])
         return self._observation(), 0.0, False, last, {}
-
-
-def _bounds(dtype: np.dtype[Any]) -> tuple[float, float]:
-    if dtype.kind == "f":
-        return -np.inf, np.inf
-    return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
 
 
 def make_env(env_id: str, preprocess: bool = True) -> gym.Env[Any, Any]:
@@ -171,13 +143,13 @@ def make_env(env_id: str, preprocess: bool = True) -> gym.Env[Any, Any]:
         preprocess: Whether an Atari game gets Gymnasium's AtariPreprocessing.
 
     Raises:
-        CompareError: If it is unknown, or needs a package that is not installed.
+        GymCompressError: If it is unknown, or needs a package that is not installed.
     """
     try:
         import ale_py
     except ImportError:
         if env_id.startswith("ALE/"):
-            raise CompareError(
+            raise GymCompressError(
                 'Atari games need ale-py and opencv: pip install "gym-compress[atari]"'
             ) from None
     else:
@@ -190,9 +162,9 @@ def make_env(env_id: str, preprocess: bool = True) -> gym.Env[Any, Any]:
             return gym.make(name)
         return gym.wrappers.AtariPreprocessing(gym.make(name, frameskip=1))
     except gym.error.DependencyNotInstalled as error:
-        raise CompareError(f'{env_id}: {_line(error)} (pip install "gym-compress[atari]")') from None
+        raise GymCompressError(f'{env_id}: {_line(error)} (pip install "gym-compress[atari]")') from None
     except Exception as error:
-        raise CompareError(f"{env_id}: {_line(error)}") from error
+        raise GymCompressError(f"{env_id}: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:
@@ -208,25 +180,15 @@ def image_places(space: spaces.Space[Any]) -> dict[str, tuple[Any, ...]]:
         For each image its name and the keys that lead to it through Dict and Tuple spaces.
 
     Raises:
-        CompareError: If there is none.
+        GymCompressError: If there is none.
     """
-    places: dict[str, tuple[Any, ...]] = {}
-
-    def walk(space: spaces.Space[Any], keys: tuple[Any, ...]) -> None:
-        if isinstance(space, spaces.Dict):
-            for key, sub in space.spaces.items():
-                walk(sub, (*keys, key))
-        elif isinstance(space, spaces.Tuple):
-            for i, sub in enumerate(space.spaces):
-                walk(sub, (*keys, i))
-        elif (
-            isinstance(space, spaces.Box) and len(space.shape) >= 2 and (not keys or worth_compressing(space))
-        ):
-            places["".join(f"[{key!r}]" for key in keys)] = keys
-
-    walk(space, ())
+    places = {
+        "".join(f"[{key!r}]" for key in keys): keys
+        for keys, sub in iter_leaves(map_space(lambda sub: sub, space))
+        if is_image(sub) or (sub is space and isinstance(sub, spaces.Box) and len(sub.shape) >= 2)
+    }
     if not places:
-        raise CompareError(f"no image among the observations: {' '.join(str(space).split())}")
+        raise GymCompressError(f"no image among the observations: {' '.join(str(space).split())}")
     return places
 
 
@@ -240,7 +202,7 @@ def record(env: gym.Env[Any, Any], steps: int, seed: int | None, advance: Callab
         advance: Called once an observation.
 
     Raises:
-        CompareError: If the observations hold no image.
+        GymCompressError: If the observations hold no image.
     """
     places = image_places(env.observation_space)
     kept: dict[str, list[NDArray[Any]]] = {name: [] for name in places}
@@ -257,19 +219,16 @@ def record(env: gym.Env[Any, Any], steps: int, seed: int | None, advance: Callab
                 observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
                 done = terminated or truncated
             for name, keys in places.items():
-                image = observation
-                for key in keys:
-                    image = image[key]
-                kept[name].append(np.array(image))
+                kept[name].append(np.array(functools.reduce(operator.getitem, keys, observation)))
             advance()
         return Recording({name: np.stack(images) for name, images in kept.items()}, np.array(first))
     except Exception as error:
-        raise CompareError(f"recording failed: {_line(error)}") from error
+        raise GymCompressError(f"recording failed: {_line(error)}") from error
 
 
 def compare(
     recording: Recording,
-    codecs: list[str],
+    codecs: Sequence[str],
     stack_size: int,
     frames_per_chunk: int | None,
     advance: Callable[[str], object],
@@ -287,24 +246,22 @@ def compare(
         A row for Gymnasium's FrameStackObservation, one for frames that are shared but not compressed, and
         one for CompressedFrameStack with each codec.
     """
-    labels = {codec: _resolved(codec, recording) for codec in codecs}
-    methods = [("FrameStackObservation", "-", "-"), ("SharedFrames", "none", "none")]
-    seen = {label: codec for codec, label in reversed(labels.items())}
-    methods += [("CompressedFrameStack", label, seen[label]) for label in dict.fromkeys(labels.values())]
+    methods = [("FrameStackObservation", "-"), ("SharedFrames", "none")]
+    methods += [("CompressedFrameStack", _resolved(codec, recording)) for codec in codecs]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         recording.save(Path(folder))
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as fresh:
-            for method, label, codec in methods:
-                advance(f"{method} {label}")
+            for method, codec in dict.fromkeys(methods):
+                advance(f"{method} {codec}")
                 task = fresh.submit(_measure, folder, codec, stack_size, frames_per_chunk)
                 try:
                     size, step_us, batch_us = task.result()
                 except (GymCompressError, MemoryError, BrokenProcessPool) as error:
-                    raise CompareError(f"measuring {method} {label} failed: {_line(error)}") from error
+                    raise GymCompressError(f"measuring {method} {codec} failed: {_line(error)}") from error
                 plain = rows[0].bytes_per_observation if rows else size
-                rows.append(Row(method, label, size, plain / size, step_us, batch_us, size * 1e6 / 1e9))
+                rows.append(Row(method, codec, size, plain / size, step_us, batch_us, size * 1e6 / 1e9))
     return rows
 
 
@@ -370,20 +327,16 @@ def _added(wrapped: gym.Env[Any, Any], bare: gym.Env[Any, Any]) -> float:
 def _batch(kept: list[Any], plain: bool) -> float:
     """Median time to make a batch of random observations."""
     rng = random.Random(0)
-    read = _stacked if plain else decompress_batch
     times = []
     for _ in range(100):
         batch = [kept[rng.randrange(len(kept))] for _ in range(_BATCH)]
         start = time.perf_counter()
-        read(batch)
+        if plain:
+            map_leaves(lambda *leaves: np.stack(leaves), *batch)
+        else:
+            decompress_batch(batch)
         times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
-
-
-def _stacked(batch: list[Any]) -> Any:
-    if isinstance(batch[0], dict):
-        return {key: np.stack([observation[key] for observation in batch]) for key in batch[0]}
-    return np.stack(batch)
 
 
 def _resident() -> int:
@@ -395,20 +348,16 @@ def _resident() -> int:
 
 
 def check_machine() -> None:
-    """Raises a CompareError where resident memory cannot be measured."""
+    """Raises a GymCompressError where resident memory cannot be measured."""
     if not _STATM.exists():
-        raise CompareError(f"resident memory is read from {_STATM}, which this system lacks")
+        raise GymCompressError(f"resident memory is read from {_STATM}, which this system lacks")
 
 
 def machine() -> str:
     """The processor, its cores, and Python's version, for a report."""
-    name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line
-        ]
-        name = models[0] if models else name
+    model = re.search(r"model name\s*:\s*(.*\S)", info.read_text()) if info.exists() else None
+    name = model[1] if model else platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, {platform.system()}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ from gym_compress.replay.file.format import as_corrupt
 from gym_compress.replay.file.reader import FileReader
 from gym_compress.tree import map_leaves
 
-__all__ = ["draw_frames", "faults", "summary"]
-
 _FRAMES = 32
 
 
@@ -31,11 +30,8 @@ def summary(path: Path) -> dict[str, str]:
             chunks.
         OSError: If it cannot be read.
     """
-    file = FileReader.open(path)
-    try:
+    with closing(FileReader.open(path)) as file:
         settings, table = file.read_checkpoint()
-    finally:
-        file.close()
     with CompressedReplayBuffer.load(path, device=None, lazy=True) as buffer:
         rows, capacity = buffer.size() * buffer.n_envs, buffer.buffer_size * buffer.n_envs
         raw = buffer.nbytes / capacity * rows
@@ -84,38 +80,32 @@ def faults(path: Path, advance: Callable[[int, int], object]) -> Iterator[str]:
 
 def _faults(path: Path, advance: Callable[[int, int], object]) -> Iterator[str]:
     try:
-        file = FileReader.open(path)
+        with closing(FileReader.open(path)) as file:
+            yield from file.structure_faults()
+            settings, table = file.read_checkpoint()
+            total = len(table.ids)
+            for i, chunk in enumerate(file.stored_chunks(table)):
+                advance(i, total)
+                try:
+                    content = chunk.content
+                    if isinstance(content, bytes):
+                        decode(content, np.empty(chunk.nbytes, np.uint8))
+                except CorruptDataError as error:
+                    yield f"Blob {chunk.id} of {path}: {error}"
+            with as_corrupt(f"The settings of {path} are not valid"):
+                blocks = [
+                    (_line(name), operator.index(id_), expected)
+                    for name, spec in settings["arrays"].items()
+                    for id_, expected in spec["blocks"]
+                ]
+            for name, id_, expected in blocks:
+                try:
+                    with as_corrupt(f"Block {id_!r} is none"):
+                        file.blob(id_, expected)
+                except CorruptDataError as error:
+                    yield f"{name}: {error}"
     except CorruptDataError as error:
         yield str(error)
-        return
-    try:
-        yield from file.structure_faults()
-        settings, table = file.read_checkpoint()
-        total = len(table.ids)
-        for i, chunk in enumerate(file.stored_chunks(table)):
-            advance(i, total)
-            try:
-                content = chunk.content
-                if isinstance(content, bytes):
-                    decode(content, np.empty(chunk.nbytes, np.uint8))
-            except CorruptDataError as error:
-                yield f"Blob {chunk.id} of {path}: {error}"
-        with as_corrupt(f"The settings of {path} are not valid"):
-            blocks = [
-                (_line(name), operator.index(id_), expected)
-                for name, spec in settings["arrays"].items()
-                for id_, expected in spec["blocks"]
-            ]
-        for name, id_, expected in blocks:
-            try:
-                with as_corrupt(f"Block {id_!r} is none"):
-                    file.blob(id_, expected)
-            except CorruptDataError as error:
-                yield f"{name}: {error}"
-    except CorruptDataError as error:
-        yield str(error)
-    finally:
-        file.close()
 
 
 def draw_frames(path: Path, png: Path) -> None:

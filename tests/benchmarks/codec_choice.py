@@ -25,7 +25,8 @@ from rich.progress import track
 from rich.table import Table
 
 from gym_compress import Codec, CompressedObservation, decompress_batch
-from gym_compress.commands.compare import CompareError, make_env, record
+from gym_compress.commands.compare import make_env, record
+from gym_compress.errors import GymCompressError
 from gym_compress.wrappers.compress import compress, make_recorder
 
 CODECS = [
@@ -94,7 +95,7 @@ def main() -> None:
         try:
             env = make_env(env_id, preprocess=False)
             images = record(env, args.frames, seed=0, advance=lambda: None).images
-        except CompareError as error:
+        except GymCompressError as error:
             sys.exit(str(error))
         clips.append(next(iter(images.values())))
         env.close()

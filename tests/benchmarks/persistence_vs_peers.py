@@ -42,7 +42,8 @@ from rich.table import Table
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
-from gym_compress.commands.compare import CompareError, _resident, check_machine, machine
+from gym_compress.commands.compare import _resident, check_machine, machine
+from gym_compress.errors import GymCompressError
 from gym_compress.sb3 import CompressedReplayBuffer
 
 RECORDED = 4_000
@@ -259,7 +260,7 @@ def main() -> None:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     try:
         check_machine()
-    except CompareError as error:
+    except GymCompressError as error:
         sys.exit(str(error))
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,

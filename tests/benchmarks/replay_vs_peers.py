@@ -45,7 +45,6 @@ from stable_baselines3 import DQN
 from stable_baselines3.common.buffers import ReplayBuffer
 
 from gym_compress.commands.compare import (
-    CompareError,
     Recording,
     _resident,
     check_machine,
@@ -53,6 +52,7 @@ from gym_compress.commands.compare import (
     make_env,
     record,
 )
+from gym_compress.errors import GymCompressError
 from gym_compress.sb3 import CompressedReplayBuffer
 
 GAMES = ["Pong", "Breakout", "Seaquest", "MsPacman", "Enduro"]
@@ -327,7 +327,7 @@ def main() -> None:
         with Progress(*columns, console=Console(stderr=True)) as progress:
             rows = measure_all(names, args.games, progress)
             speeds = train_all(progress) if args.train else {}
-    except CompareError as error:
+    except GymCompressError as error:
         sys.exit(str(error))
 
     console = Console(width=140, highlight=False, markup=False)
