@@ -117,7 +117,8 @@ class Replay(gym.Env[Any, Any]):
         self.action_space = spaces.Discrete(1)
         self._at = -1
 
-    def _observation(self) -> Any:
+    def _next(self) -> Any:
+        self._at = (self._at + 1) % len(self._first)
         return map_leaves(lambda image: image[self._at].copy(), self._images)
 
     def reset(
@@ -125,14 +126,13 @@ class Replay(gym.Env[Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         """The next observation of the recording, and no info."""
         super().reset(seed=seed)
-        self._at = (self._at + 1) % len(self._first)
-        return self._observation(), {}
+        return self._next(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """The next observation, with ``truncated`` before one that is the first of an episode."""
-        self._at = (self._at + 1) % len(self._first)
+        observation = self._next()
         last = bool(self._first[(self._at + 1) % len(self._first)])
-        return self._observation(), 0.0, False, last, {}
+        return observation, 0.0, False, last, {}
 
 
 def make_env(env_id: str, preprocess: bool = True) -> gym.Env[Any, Any]:
@@ -209,15 +209,8 @@ def record(env: gym.Env[Any, Any], steps: int, seed: int | None, advance: Callab
     first: list[bool] = []
     try:
         env.action_space.seed(seed)
-        done = True
-        while len(first) < steps:
-            first.append(done)
-            if done:
-                observation, _ = env.reset(seed=seed if len(first) == 1 else None)
-                done = False
-            else:
-                observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
-                done = terminated or truncated
+        for observation, begins in itertools.islice(_play(env, env.action_space.sample, seed), steps):
+            first.append(begins)
             for name, keys in places.items():
                 kept[name].append(np.array(functools.reduce(operator.getitem, keys, observation)))
             advance()
@@ -291,21 +284,23 @@ def _measure(
     portion = max(_BATCH, min(1000, _GROWTH // 10 // (stack_size * recording.nbytes)))
     before = _resident()
     while len(kept) < _KEPT and _resident() - before < _GROWTH:
-        kept.extend(itertools.islice(stream, portion))
+        kept.extend(observation for observation, _ in itertools.islice(stream, portion))
     size = (_resident() - before) / len(kept)
     return size, _added(wrapped(), Replay(recording)), _batch(kept, plain=codec == "-")
 
 
-def _play(env: gym.Env[Any, Any]) -> Iterator[Any]:
-    """The observations of an environment without an end."""
+def _play(
+    env: gym.Env[Any, Any], act: Callable[[], Any] = lambda: 0, seed: int | None = None
+) -> Iterator[tuple[Any, bool]]:
+    """The observations of an environment without an end, and whether each is the first of an episode."""
     while True:
-        observation, _ = env.reset()
-        done = False
-        yield observation
+        observation, _ = env.reset(seed=seed)
+        done, seed = False, None
+        yield observation, True
         while not done:
-            observation, _, terminated, truncated, _ = env.step(0)
+            observation, _, terminated, truncated, _ = env.step(act())
             done = terminated or truncated
-            yield observation
+            yield observation, False
 
 
 def _added(wrapped: gym.Env[Any, Any], bare: gym.Env[Any, Any]) -> float:

@@ -105,9 +105,7 @@ def _read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 def _whole(out: Path, what: str) -> Iterator[Path]:
     """A name to write to; the file is called ``out`` when it is whole, and is gone if it is not to be.
 
-    Raises:
-        GymCompressError: For the errors of wrong arguments, so that the command tells them in a line:
-            ``what`` cannot be kept.
+    Errors over wrong arguments become one of the package's own, which the command tells in a line.
     """
     part = out.with_name(f"{out.name}.part")
     part.unlink(missing_ok=True)
@@ -191,14 +189,9 @@ def from_pickle(path: Path, out: Path, advance: Advance) -> None:
 def _fill(
     buffer: Any, add: Callable[..., None], source: dict[str, Any], order: NDArray[np.int64], advance: Advance
 ) -> None:
-    """Stores transitions, from the row of the buffer that is next.
+    """Stores rows of transitions in an order, from the row of the buffer that is next.
 
-    Args:
-        buffer: The buffer.
-        add: Its method, or that of a base class.
-        source: Under :func:`to_npz`'s names, arrays or dicts of arrays, ``(rows, n_envs, ...)`` each.
-        order: The rows to be stored, oldest first.
-        advance: Called with how many rows are stored, and of how many.
+    They are named as :func:`to_npz` does, but observations may be a dict of arrays ``(rows, n_envs, ...)``.
     """
     for done, row in enumerate(order):
         obs, next_obs = (

@@ -17,7 +17,7 @@ from gym_compress.errors import CorruptDataError, GymCompressError
 from gym_compress.replay.buffer import CompressedReplayBuffer
 from gym_compress.replay.file.format import as_corrupt
 from gym_compress.replay.file.reader import FileReader
-from gym_compress.tree import map_leaves
+from gym_compress.tree import iter_leaves
 
 _FRAMES = 32
 
@@ -123,9 +123,8 @@ def draw_frames(path: Path, png: Path) -> None:
             raise GymCompressError(f"{path} holds no transitions")
         steps = np.unique(np.linspace(0, size - 1, _FRAMES).astype(int))
         rows = (steps + (buffer.pos if buffer.full else 0)) % buffer.buffer_size
-        leaves: list[NDArray[Any]] = []
-        map_leaves(leaves.append, buffer.get(rows * buffer.n_envs).observations)
-    images = [leaf for leaf in leaves if leaf.ndim >= 3]
+        observations = buffer.get(rows * buffer.n_envs).observations
+    images = [leaf for _, leaf in iter_leaves(observations) if leaf.ndim >= 3]
     if not images:
         raise GymCompressError(f"{path} holds no images")
     columns = min(8, len(rows))
