@@ -7,8 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -76,20 +75,16 @@ class Prefetch(Generic[T]):
                 "Expected to be within a with block: 'with ... as batches', in the process that entered it"
             )
         with self._starting:
-            if self._worker is None or not self._worker.started:
-                if self._worker is not None:  # an interrupt came while it started
-                    self._worker.tell_to_stop()
-                self._worker = _Worker(self._make, self._depth)
-                self._worker.start()
-            worker = self._worker
-        worker.wake.put(None)  # an interrupt may have come before the other one below
+            worker = self._worker = self._worker or _Worker(self._make, self._depth)
+            if worker.ident is None:
+                worker.start()
+        worker.wanted.put(None)  # first, so that for an item that an interrupt loses another one comes
         made = worker.ready.get()
-        if isinstance(made, _End):
+        if isinstance(made, BaseException):
             worker.ready.put(made)  # for others who wait
             if self._worker is worker:
                 self._worker = None
-            raise made.error or RuntimeError("The with block was left while this thread waited for a batch")
-        worker.wake.put(None)
+            raise made
         item, receipt = made
         self._taken(receipt)
         return item
@@ -104,56 +99,38 @@ class Prefetch(Generic[T]):
             self._when_left()
 
 
-class _End:
-    """In the place of an item: no more will come, because of an error or since the block was left."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-
-class _Worker(Generic[T]):
-    """A thread that makes items as long as fewer are ready than are wanted.
+class _Worker(threading.Thread, Generic[T]):
+    """A thread that makes an item whenever one is wanted, and puts an exception behind the last one.
 
     What passes between threads goes through queues written in C, which an interrupt at any moment leaves
     whole.
     """
 
     def __init__(self, make: Callable[[], tuple[T, Any]], depth: int) -> None:
-        self._make, self._depth = make, depth
-        self.ready: SimpleQueue[tuple[T, Any] | _End] = SimpleQueue()
-        self.wake: SimpleQueue[None] = SimpleQueue()  # says that it is worth looking whether items are wanted
-        self.started = self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        super().__init__(name="prefetch", daemon=True)
+        self._make, self._stopped = make, False
+        self.ready: SimpleQueue[tuple[T, Any] | BaseException] = SimpleQueue()
+        self.wanted: SimpleQueue[None] = SimpleQueue()
+        for _ in range(depth):
+            self.wanted.put(None)
 
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-        self.started = True
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Makes items until it is stopped, or making fails."""
         try:
-            while not self._stopped:
-                with suppress(Empty):
-                    while True:
-                        self.wake.get_nowait()
-                if self.ready.qsize() < self._depth:
-                    self.ready.put(self._make())
-                elif not self._stopped:
-                    self.wake.get()
+            while True:
+                self.wanted.get()
+                if self._stopped:
+                    raise RuntimeError("The with block was left while this thread waited for a batch")
+                self.ready.put(self._make())
         except BaseException as error:
-            self.ready.put(_End(error))
-
-    def tell_to_stop(self) -> None:
-        """Lets the thread end when the item that it makes is done."""
-        self._stopped = True
-        self.wake.put(None)
+            self.ready.put(error)
 
     def stop(self) -> None:
-        """Ends the thread, and tells those who wait."""
-        self.tell_to_stop()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self.ready.put(_End(None))
+        """Ends the thread when the item that it makes is done."""
+        self._stopped = True
+        self.wanted.put(None)
+        if self.ident is not None:
+            self.join()
 
 
 class Outputs:
