@@ -34,6 +34,7 @@ class Slicing:
     def __init__(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], stack_size: int | str, stack_axis: int = 0
     ) -> None:
+        self._arguments = shape, dtype, stack_size, stack_axis
         self.shape = shape
         self.dtype = np.dtype(dtype.type)  # in native byte order
         self._stacked = shape or (1,)
@@ -63,6 +64,17 @@ class Slicing:
         self.frame_nbytes = self.slice_nbytes * colours
         self.nbytes = self.slice_nbytes * self.count
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slicing) and self._kind() == other._kind()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "Slicing({}, {}, stack_size={}, stack_axis={})".format(*self._kind())
+
+    def _kind(self) -> tuple[Any, ...]:
+        return self.shape, self.dtype, self.count, self.axis
+
     def cut(self, observations: NDArray[Any]) -> NDArray[Any]:
         """The slices of observations ``(n, *shape)``: ``(n, count, *slice_shape)``, C-contiguous.
 
@@ -79,3 +91,6 @@ class Slicing:
         others = self._stacked[: self.axis] + self._stacked[self.axis + 1 :]
         stacked = slices.reshape(len(slices), self._stacked[self.axis], *others)
         return np.moveaxis(stacked, 1, self.axis + 1)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Slicing, self._arguments

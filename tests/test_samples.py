@@ -306,7 +306,7 @@ def test_damaged_parcels_are_refused_and_leave_the_buffer_as_it_was():
     assert len(faults) == 15
     for images in ([], *[[fault] for fault in faults]):
         with pytest.raises(CorruptDataError):
-            target.adopt(CompressedSamples(samples.layout, samples.arrays, images))
+            target.adopt(CompressedSamples(samples.leaves, samples.arrays, images))
         assert pickle.dumps(everything(target)) == before
         assert chunks_of(target) == fresh
 
@@ -342,7 +342,6 @@ def test_references_of_64_bits():
 
 def test_joined_parcels_know_their_own_chunks():
     one, two = made(9, 40, 1, STACKS).take([8, 0]), made(30, 40, 1, STACKS).take([29, 3, 17])
-    slicing = made(0, 1, 1, STACKS).observations.slicing
-    parcel = ImageParcel.join([one.images[0], two.images[0]], slicing)
-    parcel.check(slicing)
+    parcel = ImageParcel.join([one.images[0], two.images[0]])
+    parcel.check()
     assert len(parcel.contents) == len(one.images[0].contents) + len(two.images[0].contents)

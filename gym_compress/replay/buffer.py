@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections import deque
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from gym_compress.replay.samplers import Sequences, Uniform
 from gym_compress.replay.samples import (
     CompressedSamples,
     ReplaySamples,
-    layout_of_samples,
     make_samples,
     torch_device,
 )
@@ -290,11 +288,7 @@ class CompressedReplayBuffer(CheckpointMixin):
             return self._take(*self._places(indices))
 
     def _take(self, rows: NDArray[Any], envs: NDArray[Any]) -> CompressedSamples:
-        return CompressedSamples(self._layout, *self.table.take(rows, envs))
-
-    @cached_property
-    def _layout(self) -> str:
-        return layout_of_samples(self.observation_space, [store.slicing for store, _ in self.table.stores])
+        return CompressedSamples(self.table.leaves, *self.table.take(rows, envs))
 
     def adopt(self, samples: CompressedSamples) -> None:
         """Stores transitions that another buffer gave, with their chunks: nothing is decoded or encoded.

@@ -25,6 +25,7 @@ class ImageParcel(NamedTuple):
     Slices are numbered from 1 on, through all chunks in their order.
 
     Attributes:
+        slicing: How observations are cut into slices.
         contents: What each chunk has as content.
         codecs: The codec of each.
         nbytes: ``(chunks,)`` int32: the bytes that each decodes to, which are whole slices.
@@ -32,6 +33,7 @@ class ImageParcel(NamedTuple):
             which the others follow, or 0 if nothing was stored.
     """
 
+    slicing: Slicing
     contents: list[bytes | NDArray[np.uint8]]
     codecs: list[Codec]
     nbytes: NDArray[np.int32]
@@ -47,6 +49,7 @@ class ImageParcel(NamedTuple):
         nbytes = np.array([chunk.nbytes for chunk in chunks], np.int64)
         _check_slices(nbytes, slicing.slice_nbytes)
         return cls(
+            slicing,
             [chunk.content for chunk in chunks],
             [chunk.codec for chunk in chunks],
             nbytes.astype(np.int32),
@@ -71,13 +74,13 @@ class ImageParcel(NamedTuple):
             for content, size, codec in zip(self.contents, sizes, self.codecs, strict=True)
         ]
 
-    def indexed(self, slicing: Slicing) -> ChunkIndex:
+    def indexed(self) -> ChunkIndex:
         """The chunks as one stream, to read what the references lead to."""
-        index = ChunkIndex(slicing, 1)
+        index = ChunkIndex(self.slicing, 1)
         index.adopt(0, self.chunks())
         return index
 
-    def check(self, slicing: Slicing) -> None:
+    def check(self) -> None:
         """Checks all that adopting and decoding rely on.
 
         Raises:
@@ -88,7 +91,7 @@ class ImageParcel(NamedTuple):
             getattr(self, name).ndim != ndim for name, ndim in shapes.items()
         ):
             raise CorruptDataError(f"A parcel has arrays that are not int32 of {shapes} dimensions")
-        sizes = self.nbytes.tolist()
+        sizes, slicing = self.nbytes.tolist(), self.slicing
         if not len(self.contents) == len(self.codecs) == len(sizes) or len(self.references) != 2:
             raise CorruptDataError("A parcel has chunks or references of which something is missing")
         for content, codec, nbytes in zip(self.contents, self.codecs, sizes, strict=True):
@@ -109,14 +112,15 @@ class ImageParcel(NamedTuple):
             raise CorruptDataError("A parcel has references that lead nowhere")
 
     @classmethod
-    def join(cls, parcels: Sequence[Self], slicing: Slicing) -> Self:
-        """The transitions of several parcels, one after another.
+    def join(cls, parcels: Sequence[Self]) -> Self:
+        """The transitions of several parcels, all cut alike, one after another.
 
         Raises:
             ValueError: If they are too large for one parcel.
         """
         if len(parcels) == 1:
             return parcels[0]
+        slicing = parcels[0].slicing
         nbytes = [parcel.nbytes.astype(np.int64) for parcel in parcels]
         _check_slices(np.concatenate(nbytes), slicing.slice_nbytes)
         slices = [int(each.sum()) // slicing.slice_nbytes for each in nbytes]
@@ -126,6 +130,7 @@ class ImageParcel(NamedTuple):
             for parcel, by in zip(parcels, moved, strict=True)
         ]
         return cls(
+            slicing,
             [content for parcel in parcels for content in parcel.contents],
             [codec for parcel in parcels for codec in parcel.codecs],
             np.concatenate([parcel.nbytes for parcel in parcels]),

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import count
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 
 from gym_compress.codec import Codec, check_encoded, decode
 from gym_compress.errors import CorruptDataError
-from gym_compress.replay.index import ChunkIndex
 from gym_compress.replay.parcel import ImageParcel
-from gym_compress.replay.settings import space_from_json, space_to_json
 from gym_compress.replay.store import Empty, read_references
-from gym_compress.slicing import Slicing
-from gym_compress.spaces import is_image
-from gym_compress.tree import map_leaves, map_space, replace_leaves
+from gym_compress.tree import map_leaves
 
 __all__ = [
     "CompressedSamples",
     "ReplaySamples",
-    "layout_of_samples",
     "make_samples",
     "to_device",
     "torch_device",
@@ -85,17 +76,17 @@ class CompressedSamples:
         array([ 3., 50.,  3.], dtype=float32)
     """
 
-    __slots__ = ("arrays", "images", "layout")
+    __slots__ = ("arrays", "images", "leaves")
 
-    def __init__(self, layout: str, arrays: dict[str, NDArray[Any]], images: list[ImageParcel]) -> None:
+    def __init__(self, leaves: Any, arrays: dict[str, NDArray[Any]], images: list[ImageParcel]) -> None:
         """Made by replay memory; not meant to be called.
 
         Args:
-            layout: See :func:`layout_of_samples`.
+            leaves: A tree of the observation space, with the number of each leaf.
             arrays: What is kept as arrays, ``(n, ...)`` each, by the names of FORMAT.md.
-            images: The leaves of observations that are images.
+            images: The leaves that are images, in their order.
         """
-        self.layout = layout
+        self.leaves = leaves
         self.arrays = arrays
         self.images = images
 
@@ -127,13 +118,26 @@ class CompressedSamples:
             empty: Makes the arrays of images, as NumPy's does.
         """
         device = torch_device(device)
-        space, slicings = _reading(self.layout)
-        indexes = [image.indexed(slicing) for image, slicing in zip(self.images, slicings, strict=True)]
+        indexes = [image.indexed() for image in self.images]
         for start in range(0, max(len(self), 1), size):
             rows = slice(start, start + size)
-            images = zip(indexes, [image.references[:, rows] for image in self.images], strict=True)
             arrays = {name: values[rows].copy() for name, values in self.arrays.items()}
-            obs, next_obs = _observations(space, images, arrays, empty)
+            references = iter([image.references[:, rows].ravel() for image in self.images])
+            images = iter(
+                [
+                    read_references(index, np.zeros_like(own), own, 2, empty)
+                    for index, own in zip(indexes, references, strict=True)
+                ]
+            )
+            pairs = map_leaves(
+                lambda number, arrays=arrays, images=images: (
+                    [arrays[f"observations.{number}"], arrays[f"next_observations.{number}"]]
+                    if f"observations.{number}" in arrays
+                    else next(images)
+                ),
+                self.leaves,
+            )
+            obs, next_obs = (map_leaves(lambda _, pair, i=i: pair[i], self.leaves, pairs) for i in (0, 1))
             yield make_samples(obs, next_obs, arrays, device=device)
 
     def select(self, indices: Any) -> Self:
@@ -143,7 +147,7 @@ class CompressedSamples:
             indices: What NumPy takes as an index of an axis.
         """
         arrays = {name: values[indices] for name, values in self.arrays.items()}
-        return type(self)(self.layout, arrays, [image.select(indices) for image in self.images])
+        return type(self)(self.leaves, arrays, [image.select(indices) for image in self.images])
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -152,14 +156,7 @@ class CompressedSamples:
             return parts[0]
         arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
         images = zip(*(part.images for part in parts), strict=True)
-        return cls(
-            parts[0].layout,
-            arrays,
-            [
-                ImageParcel.join(each, slicing)
-                for each, slicing in zip(images, _reading(parts[0].layout)[1], strict=True)
-            ],
-        )
+        return cls(parts[0].leaves, arrays, [ImageParcel.join(each) for each in images])
 
     def followed(self, n_envs: int) -> NDArray[np.bool_]:
         """Where the observation of the next row is the next observation of a transition, in the same chunks.
@@ -187,25 +184,23 @@ class CompressedSamples:
             CorruptDataError: If something is not as it must be.
         """
         ours, theirs = (
-            {name: (values.dtype, values.shape[1:]) for name, values in each.arrays.items()}
+            {"observations": each.leaves, **{name: (a.dtype, a.shape[1:]) for name, a in each.arrays.items()}}
             for each in (self, like)
         )
-        if (self.layout, ours) != (like.layout, theirs):
-            ours, theirs = ours | json.loads(self.layout), theirs | json.loads(like.layout)
-            name = next(
-                name
-                for name in [*json.loads(like.layout), *theirs, *ours]
-                if ours.get(name) != theirs.get(name)
-            )
-            raise ValueError(
-                f"Expected transitions with {name} {theirs.get(name)}, got {ours.get(name)}: both "
-                "buffers need the same spaces and stacks"
-            )
-        _, slicings = _reading(self.layout)
-        if len(self.images) != len(slicings):
-            raise CorruptDataError(f"Expected {len(slicings)} images, got {len(self.images)}")
-        for image, slicing in zip(self.images, slicings, strict=True):
-            image.check(slicing)
+        pairs = [(name, ours.get(name), theirs.get(name)) for name in [*theirs, *ours]]
+        if ours == theirs:
+            if len(self.images) != len(like.images):
+                raise CorruptDataError(f"Expected {len(like.images)} images, got {len(self.images)}")
+            images = zip(self.images, like.images, strict=True)
+            pairs += [("stacks", image.slicing, other.slicing) for image, other in images]
+        for name, our, their in pairs:
+            if our != their:
+                raise ValueError(
+                    f"Expected transitions with {name} {their}, got {our}: both buffers need the same spaces "
+                    "and stacks"
+                )
+        for image in self.images:
+            image.check()
         counts = {len(values) for values in self.arrays.values()}
         if counts | {image.references.shape[1] for image in self.images} != {len(self)}:
             raise CorruptDataError("Parts of transitions differ in number")
@@ -214,7 +209,7 @@ class CompressedSamples:
         # in one piece, into which others that pickle need not look; and since what LZ4 leaves, and what
         # chunks of one game have in common, makes half of it or more
         data = np.frombuffer(
-            pickle.dumps((self.layout, self.arrays, self.images), pickle.HIGHEST_PROTOCOL), np.uint8
+            pickle.dumps((self.leaves, self.arrays, self.images), pickle.HIGHEST_PROTOCOL), np.uint8
         )
         encoded = _WIRE_CODEC.encode(data, 1)
         return _restore, (encoded, data.nbytes, zlib.crc32(encoded))
@@ -233,66 +228,6 @@ def _restore(encoded: bytes, nbytes: int, checksum: int) -> CompressedSamples:
     data = np.empty(nbytes, np.uint8)
     decode(encoded, data)
     return CompressedSamples(*pickle.loads(data.data))
-
-
-def layout_of_samples(space: spaces.Space[Any], slicings: list[Slicing]) -> str:
-    """How observations are laid out, in few words: shapes and dtypes, not bounds, and how images are cut.
-
-    Args:
-        space: The space of an observation.
-        slicings: Of each leaf that is an image.
-
-    Raises:
-        TypeError: If a space is of a kind that cannot be written down.
-    """
-
-    def plain(leaf: spaces.Space[Any]) -> spaces.Space[Any]:
-        if not isinstance(leaf, spaces.Box):
-            return leaf
-        return spaces.Box(0, 1, leaf.shape, leaf.dtype.type)
-
-    leaves = map_space(lambda _: None, space)
-    spec = {
-        "observations": space_to_json(replace_leaves(lambda leaf, _: plain(leaf), space, leaves)),
-        "stacks": [(slicing.count, slicing.axis) for slicing in slicings],
-    }
-    return json.dumps(spec, separators=(",", ":"))
-
-
-@lru_cache(maxsize=64)
-def _reading(layout: str) -> tuple[spaces.Space[Any], list[Slicing]]:
-    """The space that a layout tells of, and how its images are cut."""
-    spec = json.loads(layout)
-    space = space_from_json(spec["observations"])
-    stacks = iter(spec["stacks"])
-    slicings: list[Slicing] = []
-
-    def leaf(leaf_space: spaces.Space[Any]) -> None:
-        if is_image(leaf_space):
-            slicings.append(Slicing(leaf_space.shape, leaf_space.dtype, *next(stacks)))
-
-    map_space(leaf, space)
-    return space, slicings
-
-
-def _observations(
-    space: spaces.Space[Any],
-    images: Iterator[tuple[ChunkIndex, NDArray[np.int32]]],
-    arrays: Mapping[str, NDArray[Any]],
-    empty: Empty,
-) -> list[Any]:
-    """Observations and next observations of a space, from its images in their order, and arrays by name."""
-    numbers = count()
-
-    def leaf(leaf_space: spaces.Space[Any]) -> Sequence[NDArray[Any]]:
-        number = next(numbers)
-        if not is_image(leaf_space):
-            return [arrays[f"{name}.{number}"] for name in ("observations", "next_observations")]
-        index, references = next(images)
-        return read_references(index, np.zeros(references.size, np.int64), references.ravel(), 2, empty)
-
-    leaves, pairs = map_space(lambda _: None, space), map_space(leaf, space)
-    return [map_leaves(lambda _, pair, i=i: pair[i], leaves, pairs) for i in (0, 1)]
 
 
 def make_samples(

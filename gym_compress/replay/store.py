@@ -172,7 +172,7 @@ class ObservationStore:
             envs: ``(n,)``, their environments.
             parcel: The parcel of n transitions.
         """
-        index = parcel.indexed(self.slicing)
+        index = parcel.indexed()
         for env in np.unique(envs).tolist():
             places = np.flatnonzero(envs == env)
             references = parcel.references[:, places]

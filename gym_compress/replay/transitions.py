@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +66,7 @@ class Transitions:
     Attributes:
         observations, next_observations: Trees of the observation space: an :class:`ObservationStore` for an
             image, an array ``(rows, n_envs, ...)`` for another leaf.
+        leaves: The same tree with the number of each leaf, by which FORMAT.md names it.
         actions: ``(rows, n_envs, numbers of an action)``.
         rewards, dones, timeouts: ``(rows, n_envs)`` float32; a timeout is 1 where a time limit ended an
             episode.
@@ -96,6 +98,8 @@ class Transitions:
         self.valid = np.zeros((rows, n_envs), np.bool_)
         self.pos = 0
         self.full = False
+        numbers = count()
+        self.leaves = map_leaves(lambda _: next(numbers), self.observations)
         self._pairs = list(
             zip(self._leaves(self.observations), self._leaves(self.next_observations), strict=True)
         )
@@ -245,8 +249,8 @@ class Transitions:
             images: A parcel for each image.
             followed: ``(n,)``, whether the next row's observation is known to be the next observation.
         """
-        count, envs = np.divmod(np.arange(len(followed)), self.n_envs)
-        first, rows = self.pos, (self.pos + count) % self.rows
+        steps, envs = np.divmod(np.arange(len(followed)), self.n_envs)
+        first, rows = self.pos, (self.pos + steps) % self.rows
         self.valid[rows, envs] = False
         for (store, twin), image in zip(self.stores, images, strict=True):
             store.adopt(twin, rows, envs, image)
