@@ -303,7 +303,7 @@ class CompressedFrameStack(_VectorWrapper):
         self.padding_type: str = self._stacks[0].padding_type
         self._compressed = self._stacks[0].compressed
         # of each environment, whether its next observation begins an episode, and its newest stack
-        self._begins = [True] * env.num_envs
+        self._begins = np.ones(env.num_envs, np.bool_)
         self._newest: list[Any] = [None] * env.num_envs
         self._stacked = map_space(
             lambda leaf: batch_space(leaf, self.stack_size), env.single_observation_space
@@ -331,25 +331,23 @@ class CompressedFrameStack(_VectorWrapper):
         """
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         slots, ended = self._slots(observations, infos), np.logical_or(terminated, truncated)
-        ends = dict(zip(slots, ended.tolist(), strict=True))
         same_step = self._autoreset_mode == AutoresetMode.SAME_STEP
         next_step = self._autoreset_mode == AutoresetMode.NEXT_STEP
-        began = {slot: self._begins[slot] for slot in slots}
-        begins = {slot: began[slot] or (same_step and end) for slot, end in ends.items()}
-        # what fails below leaves a stack that begins anew, rather than one that reaches over an episode's end
-        for slot, end in ends.items():
-            self._begins[slot] = begins[slot] or (next_step and end)
+        began = self._begins[slots]
+        if same_step or next_step:  # what fails below leaves no stack that reaches over an episode's end
+            self._begins[slots] |= ended
         # all is accepted before anything is pushed, so an observation that does not fit changes no stack
         has_final = same_step and "final_obs" in infos
         final = self._final(infos, ended) if has_final else {}
         final = {row: self._stacks[slots[row]].accept(last) for row, last in final.items()}
-        frames = self._accept(observations, slots)
+        frames = [self._stacks[slot].accept(self._row(observations, row)) for row, slot in enumerate(slots)]
         if has_final:
-            final = {row: self._moved(slots[row], frame, began[slots[row]]) for row, frame in final.items()}
-            infos = _with_final(infos, final, len(slots))
-        self._push(frames, begins)
-        for slot, end in ends.items():
-            self._begins[slot] = next_step and end
+            stacks = {row: self._push(slots[row], frame, began[row]) for row, frame in final.items()}
+            infos = _with_final(infos, stacks, len(slots))
+        begins = began | ended if same_step else began
+        for slot, frame, begin in zip(slots, frames, begins.tolist(), strict=True):
+            self._newest[slot] = self._push(slot, frame, begin)
+        self._begins[slots] = ended & next_step
         return self._batch(slots), rewards, terminated, truncated, infos
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -364,30 +362,19 @@ class CompressedFrameStack(_VectorWrapper):
         mask = np.array((options or {}).get("reset_mask", True), dtype=np.bool_)
         observations, infos = self.env.reset(seed=seed, options=options)
         slots = self._slots(observations, infos)
-        resets = np.broadcast_to(mask, self.num_envs).tolist()
-        resets = [reset or newest is None for reset, newest in zip(resets, self._newest, strict=True)]
-        self._begins = [begins or reset for begins, reset in zip(self._begins, resets, strict=True)]
-        frames = self._accept(observations, slots, resets)
-        self._push(frames, dict.fromkeys(frames, True))
-        for slot in frames:
+        resets = mask | np.array([newest is None for newest in self._newest])
+        self._begins |= resets
+        frames = {
+            slot: self._stacks[slot].accept(self._row(observations, row))
+            for row, slot in enumerate(slots)
+            if resets[slot]
+        }
+        for slot, frame in frames.items():
+            self._newest[slot] = self._push(slot, frame, begins=True)
             self._begins[slot] = False
         return self._batch(slots), infos
 
-    def _accept(
-        self, observations: Any, slots: Sequence[int], wanted: Sequence[bool] | None = None
-    ) -> dict[int, Any]:
-        """The observation of each environment, or of those that are wanted, as it can be stacked."""
-        return {
-            slot: self._stacks[slot].accept(self._row(observations, row))
-            for row, slot in enumerate(slots)
-            if wanted is None or wanted[slot]
-        }
-
-    def _push(self, frames: dict[int, Any], begins: dict[int, bool]) -> None:
-        for slot, frame in frames.items():
-            self._newest[slot] = self._moved(slot, frame, begins[slot])
-
-    def _moved(self, slot: int, frame: Any, begins: bool) -> Any:
+    def _push(self, slot: int, frame: Any, begins: bool) -> Any:
         stack = self._stacks[slot]
         return stack.restart(frame) if begins else stack.push(frame)
 
