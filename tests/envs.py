@@ -11,7 +11,9 @@ import numpy as np
 from gymnasium import spaces
 
 from gym_compress import CompressedObservation
-from gym_compress.wrappers.compress import compress, make_recorder
+from gym_compress.recorder import Recorder
+from gym_compress.slicing import Slicing
+from gym_compress.wrappers.compress import compress
 
 PIXELS = spaces.Box(0, 255, (24, 20), np.uint8)
 
@@ -20,7 +22,7 @@ def compressor(
     space: spaces.Box, frames_per_chunk: int | None = None
 ) -> Callable[[Any], CompressedObservation]:
     """What compresses the frames of a stream, one after another."""
-    recorder = make_recorder(space, codec="auto", frames_per_chunk=frames_per_chunk)
+    recorder = Recorder(Slicing(space.shape, space.dtype, 1), frames_per_chunk=frames_per_chunk)
     return lambda frame: compress(recorder, frame)
 
 

@@ -24,7 +24,7 @@ from gym_compress import (
     CompressedReplayBuffer,
     decompress_batch,
 )
-from gym_compress.chunk import ChunkWriter
+from gym_compress.recorder import Recorder
 from gym_compress.wrappers.vector import CompressedFrameStack, CompressObservation
 from tests.envs import PIXELS, AnyEnv, MovingSquare, assert_same
 from tests.test_wrappers import each_space
@@ -197,9 +197,9 @@ def test_stacks_of_environments_share_their_frames(mode):
 
 def test_shared_frames_are_written_once(monkeypatch):
     written = []
-    append = ChunkWriter.append
+    append = Recorder.append
     monkeypatch.setattr(
-        ChunkWriter, "append", lambda self, frames: written.extend(frames) or append(self, frames)
+        Recorder, "append", lambda self, frames: written.extend(frames) or append(self, frames)
     )
     envs = SyncVectorEnv([lambda: FrameStackObservation(MovingSquare(20), 4)] * 2, autoreset_mode="SameStep")
     envs = CompressObservation(envs)
@@ -711,7 +711,7 @@ def test_what_is_interrupted_is_written_anew(monkeypatch, at):
     ours = CompressObservation(ours)
     for env in (ours, theirs):
         env.reset(seed=0)
-    append, calls = ChunkWriter.append, []
+    append, calls = Recorder.append, []
 
     def interrupted(self, frame):
         calls.append(frame)
@@ -722,7 +722,7 @@ def test_what_is_interrupted_is_written_anew(monkeypatch, at):
     for step in range(10):
         if step == 5:
             theirs.step(np.zeros(3, int))
-            monkeypatch.setattr(ChunkWriter, "append", interrupted)
+            monkeypatch.setattr(Recorder, "append", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ours.step(np.zeros(3, int))
         else:

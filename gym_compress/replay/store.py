@@ -13,7 +13,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from gym_compress.chunk import fit
-from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
+from gym_compress.codec import Codec
 from gym_compress.recorder import Recorder
 from gym_compress.replay.index import MOST_NUMBER, ChunkIndex
 from gym_compress.replay.parcel import ImageParcel
@@ -68,8 +68,6 @@ class ObservationStore:
         frames_per_chunk: int | None = None,
     ) -> None:
         self.slicing = Slicing(space.shape, space.dtype, stack_size, stack_axis)
-        codec = resolve_codec(codec, self.slicing.frame_nbytes)
-        frames_per_chunk = resolve_frames_per_chunk(frames_per_chunk, self.slicing.frame_nbytes)
         self.index = ChunkIndex(self.slicing, n_envs)
         self.references: NDArray[np.signedinteger[Any]] = np.zeros((rows, n_envs), np.int32)
         self.recorders = [

@@ -8,8 +8,10 @@ import gymnasium as gym
 from gymnasium.wrappers import AtariPreprocessing
 
 from gym_compress.codec import Codec
+from gym_compress.recorder import Recorder
+from gym_compress.slicing import Slicing
 from gym_compress.spaces import CompressedBox
-from gym_compress.wrappers.compress import compress, json_arguments, make_recorder
+from gym_compress.wrappers.compress import compress, json_arguments
 
 __all__ = ["CompressedAtariPreprocessing"]
 
@@ -100,7 +102,9 @@ class CompressedAtariPreprocessing(AtariPreprocessing):
         )
         space = self.observation_space
         assert isinstance(space, gym.spaces.Box)
-        self._recorder = make_recorder(space, codec=codec, frames_per_chunk=frames_per_chunk)
+        self._recorder = Recorder(
+            Slicing(space.shape, space.dtype, 1), codec=codec, frames_per_chunk=frames_per_chunk
+        )
         self.observation_space = CompressedBox.like(space)
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:

@@ -7,17 +7,16 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 
 from gym_compress.chunk import fit
-from gym_compress.codec import Codec, resolve_codec, resolve_frames_per_chunk
+from gym_compress.codec import Codec
 from gym_compress.observation import CompressedObservation
 from gym_compress.recorder import Recorder
 from gym_compress.slicing import Slicing
 from gym_compress.spaces import compressed_space, map_compressed
 from gym_compress.tree import map_leaves
 
-__all__ = ["CompressObservation", "compress", "json_arguments", "make_recorder"]
+__all__ = ["CompressObservation", "compress", "json_arguments"]
 
 
 def json_arguments(**arguments: Any) -> dict[str, Any]:
@@ -32,31 +31,6 @@ def json_arguments(**arguments: Any) -> dict[str, Any]:
     }
 
 
-def make_recorder(
-    space: spaces.Box,
-    stack_size: int | str = 1,
-    *,
-    codec: str | Codec,
-    frames_per_chunk: int | None,
-    quick: bool = False,
-) -> Recorder:
-    """Makes what records the observations of a Box.
-
-    Args:
-        space: The space of an observation.
-        stack_size: How many frames it stacks along its first axis, or ``"auto"`` to look for them.
-        codec: A :class:`gym_compress.Codec`, its string, or ``"auto"``.
-        frames_per_chunk: How many frames are compressed together, or ``None`` to choose by their size.
-        quick: Whether ``"auto"`` is to encode quickly, since several environments wait for it.
-    """
-    slicing = Slicing(space.shape, space.dtype, stack_size)
-    return Recorder(
-        slicing,
-        codec=resolve_codec(codec, slicing.frame_nbytes, quick=quick),
-        frames_per_chunk=resolve_frames_per_chunk(frames_per_chunk, slicing.frame_nbytes),
-    )
-
-
 def compress(recorder: Recorder | None, observation: Any) -> Any:
     """Records an observation that is no stack, if there is something to record it, or copies it.
 
@@ -65,7 +39,8 @@ def compress(recorder: Recorder | None, observation: Any) -> Any:
     """
     if recorder is None:
         return copy.deepcopy(observation)
-    recorder.push(fit(observation, recorder.slicing.shape, recorder.slicing.dtype))
+    slicing = recorder.slicing
+    recorder.append(fit(observation, slicing.shape, slicing.dtype)[None])
     return CompressedObservation(*recorder.newest())
 
 
@@ -122,7 +97,9 @@ class CompressObservation(gym.ObservationWrapper[Any, Any, Any], gym.utils.Recor
         )
         gym.ObservationWrapper.__init__(self, env)
         self._recorders = map_compressed(
-            lambda box: make_recorder(box, codec=codec, frames_per_chunk=frames_per_chunk),
+            lambda box: Recorder(
+                Slicing(box.shape, box.dtype, 1), codec=codec, frames_per_chunk=frames_per_chunk
+            ),
             env.observation_space,
         )
         self.observation_space = compressed_space(env.observation_space, self._recorders)

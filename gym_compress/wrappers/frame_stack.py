@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from gym_compress.chunk import fit
 from gym_compress.codec import Codec
 from gym_compress.observation import CompressedObservation
+from gym_compress.recorder import Recorder
+from gym_compress.slicing import Slicing
 from gym_compress.spaces import compressed_space, map_compressed
 from gym_compress.tree import map_leaves, map_space
-from gym_compress.wrappers.compress import json_arguments, make_recorder
+from gym_compress.wrappers.compress import json_arguments
 
 __all__ = ["CompressedFrameStack", "ObservationStacker"]
 
@@ -55,8 +57,8 @@ class _FrameStacker:
 
     def __init__(self, space: spaces.Box, stack_size: int, **compression: Any) -> None:
         self._shape, self._dtype = space.shape, np.dtype(space.dtype.type)
-        stacks: Any = batch_space(space, stack_size)
-        self._recorder = make_recorder(stacks, stack_size, **compression)
+        slicing = Slicing((stack_size, *space.shape), self._dtype, stack_size)
+        self._recorder = Recorder(slicing, **compression)
 
     def accept(self, observation: Any) -> NDArray[Any]:
         return fit(observation, self._shape, self._dtype)
@@ -69,7 +71,7 @@ class _FrameStacker:
         return self._stacked()
 
     def push(self, observation: NDArray[Any]) -> CompressedObservation:
-        self._recorder.push(observation)
+        self._recorder.append(observation[None])
         return self._stacked()
 
     def _stacked(self) -> CompressedObservation:
@@ -94,7 +96,7 @@ class ObservationStacker:
         space: The observation space.
         stack_size: How many observations are stacked.
         padding_type: ``"reset"``, ``"zero"`` or an observation, see :class:`CompressedFrameStack`.
-        compression: How leaves are compressed, see :func:`gym_compress.wrappers.compress.make_recorder`.
+        compression: How leaves are compressed, see :class:`gym_compress.recorder.Recorder`.
 
     Raises:
         TypeError: If ``stack_size`` is no integer, or the observation space is of another kind.

@@ -18,9 +18,10 @@ from gym_compress.batch import CompressedBatch
 from gym_compress.chunk import fit
 from gym_compress.codec import Codec
 from gym_compress.recorder import Recorder
+from gym_compress.slicing import Slicing
 from gym_compress.spaces import compressed_space, map_compressed
 from gym_compress.tree import map_leaves, map_space, replace_leaves
-from gym_compress.wrappers.compress import json_arguments, make_recorder
+from gym_compress.wrappers.compress import json_arguments
 from gym_compress.wrappers.frame_stack import ObservationStacker
 
 __all__ = ["CompressObservation", "CompressedFrameStack"]
@@ -161,7 +162,12 @@ class CompressObservation(_VectorWrapper):
         super().__init__(env)
         self._recorders = map_compressed(
             lambda box: [
-                make_recorder(box, stack_size, codec=codec, frames_per_chunk=frames_per_chunk, quick=True)
+                Recorder(
+                    Slicing(box.shape, box.dtype, stack_size),
+                    codec=codec,
+                    frames_per_chunk=frames_per_chunk,
+                    quick=True,
+                )
                 for _ in range(env.num_envs)
             ],
             env.single_observation_space,

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 
 import cv2
-import gymnasium as gym
 import numpy as np
 from rich.console import Console
 from rich.progress import track
@@ -27,7 +26,9 @@ from rich.table import Table
 from gym_compress import Codec, CompressedObservation, decompress_batch
 from gym_compress.commands.compare import make_env, record
 from gym_compress.errors import GymCompressError
-from gym_compress.wrappers.compress import compress, make_recorder
+from gym_compress.recorder import Recorder
+from gym_compress.slicing import Slicing
+from gym_compress.wrappers.compress import compress
 
 CODECS = [
     Codec("lz4", 5),
@@ -59,8 +60,8 @@ def microseconds(function: Callable[[], object], repeats: int) -> float:
 
 
 def measure(frames: np.ndarray, codec: Codec, frames_per_chunk: int) -> tuple[float, float, float]:
-    space = gym.spaces.Box(0, 255, frames.shape[1:], np.uint8)
-    recorder = make_recorder(space, codec=codec, frames_per_chunk=frames_per_chunk)
+    slicing = Slicing(frames.shape[1:], frames.dtype, 1)
+    recorder = Recorder(slicing, codec=codec, frames_per_chunk=frames_per_chunk)
     start = time.perf_counter()
     kept = [compress(recorder, frame) for frame in frames]
     recorder.seal()

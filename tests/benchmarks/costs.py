@@ -28,10 +28,9 @@ from rich.table import Table
 import gym_compress.chunk
 import gym_compress.replay.index
 from gym_compress import Codec, CompressedFrameStack, CompressedReplayBuffer
-from gym_compress.chunk import ChunkWriter
 from gym_compress.commands.compare import Replay, machine, make_env, record
 from gym_compress.recorder import Recorder
-from gym_compress.wrappers.compress import make_recorder
+from gym_compress.slicing import Slicing
 
 SPACE = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
 FRAMES = 6000
@@ -40,7 +39,7 @@ TIMED = {
     "encode": [(Codec, "encode")],
     "decode": [(gym_compress.chunk, "decode")],
     "compare": [(Recorder, "find_shift")],
-    "append": [(ChunkWriter, "append")],
+    "append": [(Recorder, "append")],
     "gather": [(gym_compress.replay.index, "read_pieces")],
 }
 
@@ -119,7 +118,7 @@ def measure(game: str) -> dict[str, dict[str, float]]:
     step["total"] -= costs(lambda: bare.step(0), 3000)["total"]
     found["CompressedFrameStack, step"] = step
 
-    recorders = [make_recorder(SPACE, 4, codec="auto", frames_per_chunk=None, quick=True) for _ in range(8)]
+    recorders = [Recorder(Slicing(SPACE.shape, SPACE.dtype, 4), quick=True) for _ in range(8)]
     starts, place = np.arange(8) * 600, iter(range(FRAMES))
 
     def record_all() -> None:
