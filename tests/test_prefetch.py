@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+import gym_compress.replay.buffer as buffer_module
 from gym_compress import CompressedReplayBuffer
 from gym_compress.replay.prefetch import Outputs
 from tests.envs import assert_same
@@ -83,15 +84,15 @@ def test_an_error_reaches_who_asks_and_the_next_call_tries_again():
 def test_batches_before_an_error_come_first(monkeypatch):
     buffer, _ = filled(60)
     plain, _ = filled(60)
-    draw, calls = CompressedReplayBuffer._gather, []
+    draw, calls = buffer_module.gather_samples, []
 
-    def failing(self, *args, **kwargs):
+    def failing(*args, **kwargs):
         calls.append(args)
         if len(calls) == 3:
             raise MemoryError("no memory")
-        return draw(self, *args, **kwargs)
+        return draw(*args, **kwargs)
 
-    monkeypatch.setattr(CompressedReplayBuffer, "_gather", failing)
+    monkeypatch.setattr(buffer_module, "gather_samples", failing)
     with buffer.prefetch(8, 5) as batches:
         got = drawn(batches, 2)
         with pytest.raises(MemoryError, match="no memory"):
@@ -117,13 +118,13 @@ def test_an_error_in_the_block_ends_the_thread():
 
 def test_each_thread_that_waits_is_told_of_an_error(monkeypatch):
     buffer = CompressedReplayBuffer(50, PIXELS, ACTIONS, None, seed=0)
-    draw, go = CompressedReplayBuffer._gather, threading.Event()
+    draw, go = buffer_module.gather_samples, threading.Event()
 
-    def slow(self, *args, **kwargs):
+    def slow(*args, **kwargs):
         go.wait()
-        return draw(self, *args, **kwargs)
+        return draw(*args, **kwargs)
 
-    monkeypatch.setattr(CompressedReplayBuffer, "_gather", slow)
+    monkeypatch.setattr(buffer_module, "gather_samples", slow)
     errors = []
 
     def consume():
@@ -223,6 +224,7 @@ def test_interrupts_at_any_moment_end_the_block(trials):
 import random, signal, sys, threading
 import numpy as np
 from gymnasium import spaces
+import gym_compress.replay.buffer as buffer_module
 from gym_compress import CompressedReplayBuffer
 
 rb = CompressedReplayBuffer(50, spaces.Box(0, 255, (24, 50), np.uint8), spaces.Discrete(2), None, seed=0)

@@ -17,14 +17,8 @@ from gym_compress.replay.file.checkpoint import CheckpointMixin
 from gym_compress.replay.locks import fork_safe_lock
 from gym_compress.replay.prefetch import Outputs, Prefetch
 from gym_compress.replay.samplers import Sequences, Uniform
-from gym_compress.replay.samples import (
-    CompressedSamples,
-    ReplaySamples,
-    make_samples,
-    torch_device,
-)
+from gym_compress.replay.samples import CompressedSamples, ReplaySamples, gather_samples, torch_device
 from gym_compress.replay.settings import generator_from_json, generator_to_json
-from gym_compress.replay.store import Empty
 from gym_compress.replay.transitions import Compression, Transitions
 from gym_compress.tree import map_leaves
 
@@ -166,17 +160,8 @@ class CompressedReplayBuffer(CheckpointMixin):
         """
         positive(batch_size, "batch_size")
         with self.lock:
-            return self._gather(*self._uniform.draw(self._rng, batch_size), env)
-
-    def _gather(
-        self, rows: NDArray[Any], envs: NDArray[Any], env: Any = None, empty: Empty = np.empty
-    ) -> ReplaySamples:
-        """The transitions in some places."""
-        table = self.table
-        arrays = {
-            name: getattr(table, name)[rows, envs] for name in ("actions", "rewards", "dones", "timeouts")
-        }
-        return make_samples(*table.gather(rows, envs, empty), arrays, env=env, device=self.device)
+            places = self._uniform.draw(self._rng, batch_size)
+            return gather_samples(self.table, *places, env=env, device=self.device)
 
     def prefetch(self, batch_size: int, depth: int = 2) -> Prefetch[ReplaySamples]:
         """Draws batches ahead in a background thread, so that they are decoded while the network learns.
@@ -222,7 +207,8 @@ class CompressedReplayBuffer(CheckpointMixin):
         def make() -> tuple[ReplaySamples, _Draw]:
             with self.lock:
                 before = self._rng.bit_generator.state
-                batch = self._gather(*self._uniform.draw(self._rng, batch_size), empty=outputs.empty)
+                places = self._uniform.draw(self._rng, batch_size)
+                batch = gather_samples(self.table, *places, device=self.device, empty=outputs.empty)
                 draw = before, self._rng.bit_generator.state
                 ahead.append(draw)
                 return batch, draw
@@ -249,7 +235,7 @@ class CompressedReplayBuffer(CheckpointMixin):
             IndexError: If an index leads to no transition.
         """
         with self.lock:
-            return self._gather(*self._places(indices))
+            return gather_samples(self.table, *self._places(indices), device=self.device)
 
     def _places(self, indices: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """The rows and environments of transitions."""
@@ -341,7 +327,8 @@ class CompressedReplayBuffer(CheckpointMixin):
         """
         positive(batch_size, "batch_size"), positive(length, "length")
         with self.lock:
-            return self._gather(*Sequences(self.table, length).draw(self._rng, batch_size))
+            places = Sequences(self.table, length).draw(self._rng, batch_size)
+            return gather_samples(self.table, *places, device=self.device)
 
     def file_settings(self) -> dict[str, Any]:
         """What a replay file says of the buffer."""

@@ -14,11 +14,13 @@ from gym_compress.codec import Codec, check_encoded, decode
 from gym_compress.errors import CorruptDataError
 from gym_compress.replay.parcel import ImageParcel
 from gym_compress.replay.store import Empty, read_references
+from gym_compress.replay.transitions import Transitions
 from gym_compress.tree import map_leaves
 
 __all__ = [
     "CompressedSamples",
     "ReplaySamples",
+    "gather_samples",
     "make_samples",
     "to_device",
     "torch_device",
@@ -228,6 +230,29 @@ def _restore(encoded: bytes, nbytes: int, checksum: int) -> CompressedSamples:
     data = np.empty(nbytes, np.uint8)
     decode(encoded, data)
     return CompressedSamples(*pickle.loads(data.data))
+
+
+def gather_samples(
+    table: Transitions,
+    rows: NDArray[Any],
+    envs: NDArray[Any],
+    *,
+    env: Any = None,
+    device: Any = None,
+    empty: Empty = np.empty,
+) -> ReplaySamples:
+    """The transitions in some places of a table; see :func:`make_samples`.
+
+    Args:
+        table: The table.
+        rows: Their rows, an array of any shape.
+        envs: Their environments, of the same shape.
+        env: An SB3 ``VecNormalize``, or ``None``.
+        device: A torch device, or ``None`` for NumPy arrays.
+        empty: Makes the arrays of images, as NumPy's does.
+    """
+    arrays = {name: getattr(table, name)[rows, envs] for name in ("actions", "rewards", "dones", "timeouts")}
+    return make_samples(*table.gather(rows, envs, empty), arrays, env=env, device=device)
 
 
 def make_samples(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY
 from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError, positive
 from gym_compress.replay.file.checkpoint import CheckpointMixin
-from gym_compress.replay.samples import to_device
+from gym_compress.replay.samples import ReplaySamples, gather_samples, to_device
 from gym_compress.replay.store import ObservationStore, read_places
 from gym_compress.replay.transitions import Compression, Transition, Transitions
 
@@ -138,18 +138,11 @@ class CompressedReplayBase(CheckpointMixin, buffers.ReplayBuffer):
             rows[half] = np.random.randint(0, self.size(), size=half.size)  # noqa: NPY002
         return rows
 
-    def _fields(self, rows: Any, env: VecNormalize | None) -> tuple[Any, ...]:
+    def _fields(self, rows: Any, env: VecNormalize | None) -> ReplaySamples:
         """Draws environments as SB3 does, and gathers the fields of a batch in SB3's order, as tensors."""
         rows = self._whole_rows(rows)
         envs = np.random.randint(0, high=self.n_envs, size=(len(rows),))  # noqa: NPY002
-        obs, next_obs = self.table.gather(rows, envs)
-        dones = self.dones[rows, envs] * (1 - self.timeouts[rows, envs])
-        rewards = self._normalize_reward(self.rewards[rows, envs][:, None], env)
-        actions = self.actions[rows, envs]
-        obs, next_obs = self._normalize_obs(obs, env), self._normalize_obs(next_obs, env)
-        return cast(
-            tuple[Any, ...], to_device((obs, actions, next_obs, dones[:, None], rewards), self.device)
-        )
+        return gather_samples(self.table, rows, envs, env=env, device=self.device)
 
 
 class CompressedReplayBuffer(CompressedReplayBase):
