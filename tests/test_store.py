@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import gym_compress.chunk
 from gym_compress import CompressedFrameStack
-from gym_compress.replay.store import ObservationStore, read_places
-from gym_compress.replay.transitions import Compression, make_leaves
+from gym_compress.replay.store import Compression, ObservationStore, read_places
+from gym_compress.replay.transitions import make_leaves
 from tests.envs import MovingSquare, assert_same, play
 
 ROWS, ENVS = 11, 2
@@ -41,7 +41,9 @@ def test_reads_as_the_array_that_it_stands_for(data, kind, dtype):
     shape, kwargs, by = KINDS[kind]
     axis = kwargs.get("stack_axis", 0) % len(shape)
     space = spaces.Box(0, 255, shape, np.dtype(dtype).type)
-    store = ObservationStore(ROWS, ENVS, space, frames_per_chunk=data.draw(st.integers(1, 4)), **kwargs)
+    store = ObservationStore(
+        ROWS, ENVS, space, Compression(frames_per_chunk=data.draw(st.integers(1, 4)), **kwargs)
+    )
     twin = store.twin()
     arrays = [np.zeros((ROWS, ENVS, *shape), dtype) for _ in range(2)]
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
@@ -90,7 +92,7 @@ def test_reads_as_the_array_that_it_stands_for(data, kind, dtype):
 
 
 def test_looks_like_an_array():
-    store = ObservationStore(5, 3, spaces.Box(0, 255, (4, 20, 10), np.uint8))
+    store = ObservationStore(5, 3, spaces.Box(0, 255, (4, 20, 10), np.uint8), Compression())
     array = np.zeros((5, 3, 4, 20, 10), np.uint8)
     assert (store.shape, store.dtype, store.nbytes, len(store)) == (array.shape, array.dtype, array.nbytes, 5)
     assert_same(store[np.array([0, 4]), np.array([1, 2])], array[[0, 4], [1, 2]])  # nothing was written yet
@@ -117,7 +119,7 @@ def test_looks_like_an_array():
     ids=str,
 )
 def test_what_does_not_fit_changes_nothing(batch, message):
-    store = ObservationStore(5, 2, spaces.Box(0, 255, (4, 20, 10), np.uint8))
+    store = ObservationStore(5, 2, spaces.Box(0, 255, (4, 20, 10), np.uint8), Compression())
     store[0] = np.ones((2, 4, 20, 10), np.uint8)
     before = store.cbytes
     with pytest.raises(ValueError, match=message):
@@ -140,14 +142,14 @@ def test_what_does_not_fit_changes_nothing(batch, message):
 )
 def test_arguments_that_do_not_suit_are_refused(kwargs):
     with pytest.raises(ValueError, match=r"(stack_size|stack_axis|codec)"):
-        ObservationStore(5, 2, spaces.Box(0, 255, (4, 20, 10), np.uint8), **kwargs)
+        ObservationStore(5, 2, spaces.Box(0, 255, (4, 20, 10), np.uint8), Compression(**kwargs))
 
 
 def filled(steps, rows=400, **kwargs):
     """A store and twin after a run of stacks of 4, and how many bytes they compress to."""
     env = CompressedFrameStack(MovingSquare(episode=10**9), 4)
     seen = [np.asarray(obs)[None] for obs in play(env, steps)]
-    store = ObservationStore(rows, 1, spaces.Box(0, 255, (4, 84, 84), np.uint8), **kwargs)
+    store = ObservationStore(rows, 1, spaces.Box(0, 255, (4, 84, 84), np.uint8), Compression(**kwargs))
     twin = store.twin()
     for i in range(steps):
         store[i % rows], twin[i % rows] = seen[i], seen[i + 1]
@@ -188,7 +190,7 @@ def test_a_chunk_is_decoded_once_for_all(monkeypatch):
 
 
 def test_frames_that_stand_still_take_no_more_than_one():
-    store = ObservationStore(20, 1, spaces.Box(0, 255, (4, 84, 84), np.uint8), codec="none")
+    store = ObservationStore(20, 1, spaces.Box(0, 255, (4, 84, 84), np.uint8), Compression(codec="none"))
     twin = store.twin()
     still = np.full((1, 4, 84, 84), 7, np.uint8)
     for row in range(20):
@@ -242,7 +244,7 @@ def test_rows_go_on_after_a_copy():
 def test_the_newest_row_is_read_without_decoding(monkeypatch, frames_per_chunk):
     frames = np.random.default_rng(0).integers(0, 255, (60, 20, 18), dtype=np.uint8)
     store = ObservationStore(
-        20, 1, spaces.Box(0, 255, (4, 20, 18), np.uint8), frames_per_chunk=frames_per_chunk
+        20, 1, spaces.Box(0, 255, (4, 20, 18), np.uint8), Compression(frames_per_chunk=frames_per_chunk)
     )
     monkeypatch.setattr(gym_compress.chunk, "decode", lambda *args: pytest.fail("decoded"))
     for i in range(50):
@@ -253,7 +255,7 @@ def test_the_newest_row_is_read_without_decoding(monkeypatch, frames_per_chunk):
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_rows_in_any_order_keep_what_they_refer_to_and_little_more(n_envs):
     rng = np.random.default_rng(0)
-    store = ObservationStore(8, n_envs, spaces.Box(0, 255, (32, 32), np.uint8), codec="none")
+    store = ObservationStore(8, n_envs, spaces.Box(0, 255, (32, 32), np.uint8), Compression(codec="none"))
     twin = store.twin()
     images = {}
     for i in range(600):
@@ -268,7 +270,7 @@ def test_rows_in_any_order_keep_what_they_refer_to_and_little_more(n_envs):
 
 
 def test_one_row_is_written_before_the_old_one_goes():
-    store = ObservationStore(1, 1, spaces.Box(0, 255, (4, 20, 18), np.uint8), frames_per_chunk=1)
+    store = ObservationStore(1, 1, spaces.Box(0, 255, (4, 20, 18), np.uint8), Compression(frames_per_chunk=1))
     frames = np.random.default_rng(0).integers(0, 255, (60, 20, 18), dtype=np.uint8)
     twin = store.twin()
     for i in range(50):
@@ -281,7 +283,7 @@ def test_one_row_is_written_before_the_old_one_goes():
 @pytest.mark.parametrize("by", [1, 2, 3, 4])
 def test_stacks_that_move_by_any_number_keep_each_frame_once(by):
     frames = np.random.default_rng(0).integers(0, 255, (600, 16, 16), dtype=np.uint8)
-    store = ObservationStore(100, 1, spaces.Box(0, 255, (4, 16, 16), np.uint8), codec="none")
+    store = ObservationStore(100, 1, spaces.Box(0, 255, (4, 16, 16), np.uint8), Compression(codec="none"))
     for i in range(100):
         store[i] = frames[None, by * i : by * i + 4]
     assert store.cbytes <= (100 * by + 4 + 24) * 256 + 400

@@ -19,7 +19,8 @@ from gym_compress.replay.prefetch import Outputs, Prefetch
 from gym_compress.replay.samplers import Sequences, Uniform
 from gym_compress.replay.samples import CompressedSamples, ReplaySamples, gather_samples, torch_device
 from gym_compress.replay.settings import generator_from_json, generator_to_json
-from gym_compress.replay.transitions import Compression, Transitions
+from gym_compress.replay.store import Compression
+from gym_compress.replay.transitions import Transitions
 from gym_compress.tree import map_leaves
 
 __all__ = ["CompressedReplayBuffer"]

@@ -6,7 +6,7 @@ import copy
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
@@ -19,12 +19,28 @@ from gym_compress.replay.index import MOST_NUMBER, ChunkIndex
 from gym_compress.replay.parcel import ImageParcel
 from gym_compress.slicing import Slicing
 
-__all__ = ["FlatStore", "ObservationStore", "read_places", "read_references"]
+__all__ = ["Compression", "FlatStore", "ObservationStore", "read_places", "read_references"]
 
 _INT32 = 2**31 - 1
 
 # Makes an array of a shape and dtype, as numpy.empty does.
 Empty = Callable[..., NDArray[Any]]
+
+
+class Compression(NamedTuple):
+    """How the images of a buffer are compressed: the arguments that all buffers have for that.
+
+    Attributes:
+        stack_size: How many frames an observation stacks, or ``"auto"`` to find out.
+        stack_axis: The axis along which they are stacked.
+        codec: A :class:`gym_compress.Codec`, its string, or ``"auto"``.
+        frames_per_chunk: Frames compressed together, or ``None`` to choose by their size.
+    """
+
+    stack_size: int | str = "auto"
+    stack_axis: int = 0
+    codec: str | Codec = "auto"
+    frames_per_chunk: int | None = None
 
 
 class ObservationStore:
@@ -40,10 +56,7 @@ class ObservationStore:
         rows: The number of rows.
         n_envs: The number of environments.
         space: The space of one observation.
-        stack_size: Frames stacked in an observation, or ``"auto"`` to look for them along a short first axis.
-        stack_axis: The axis along which they are stacked.
-        codec: A :class:`gym_compress.Codec`, its string, or ``"auto"``.
-        frames_per_chunk: Frames compressed together, or ``None`` to choose by their size.
+        compression: How they are compressed.
 
     Attributes:
         slicing: How observations are cut into slices.
@@ -61,20 +74,16 @@ class ObservationStore:
         rows: int,
         n_envs: int,
         space: spaces.Box,
-        *,
-        stack_size: int | str = "auto",
-        stack_axis: int = 0,
-        codec: str | Codec = "auto",
-        frames_per_chunk: int | None = None,
+        compression: Compression,
     ) -> None:
-        self.slicing = Slicing(space.shape, space.dtype, stack_size, stack_axis)
+        self.slicing = Slicing(space.shape, space.dtype, compression.stack_size, compression.stack_axis)
         self.index = ChunkIndex(self.slicing, n_envs)
         self.references: NDArray[np.signedinteger[Any]] = np.zeros((rows, n_envs), np.int32)
         self.recorders = [
             Recorder(
                 self.slicing,
-                codec=codec,
-                frames_per_chunk=frames_per_chunk,
+                codec=compression.codec,
+                frames_per_chunk=compression.frames_per_chunk,
                 begun=partial(self.index.append, env),
             )
             for env in range(n_envs)

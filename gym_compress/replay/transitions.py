@@ -11,35 +11,18 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from gym_compress.chunk import fit
-from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
 from gym_compress.replay.parcel import ImageParcel
-from gym_compress.replay.store import Empty, ObservationStore, read_places
+from gym_compress.replay.store import Compression, Empty, ObservationStore, read_places
 from gym_compress.spaces import is_image
 from gym_compress.tree import map_leaves, map_space
 
-__all__ = ["Compression", "Transition", "Transitions", "action_dim", "make_leaves"]
+__all__ = ["Transition", "Transitions", "action_dim", "make_leaves"]
 
 # How often chunks to which nothing refers any more are looked for: as often as a ring is gone through, and at
 # most every so many rows.
 _LOOKS, _FEWEST_ROWS = 128, 4
-
-
-class Compression(NamedTuple):
-    """How the images of a buffer are compressed: the arguments that all buffers have for that.
-
-    Attributes:
-        stack_size: How many frames an observation stacks, or ``"auto"`` to find out.
-        stack_axis: The axis along which they are stacked.
-        codec: A :class:`gym_compress.Codec`, its string, or ``"auto"``.
-        frames_per_chunk: Frames compressed together, or ``None`` to choose by their size.
-    """
-
-    stack_size: int | str = "auto"
-    stack_axis: int = 0
-    codec: str | Codec = "auto"
-    frames_per_chunk: int | None = None
 
 
 class Transition(NamedTuple):
@@ -161,17 +144,8 @@ class Transitions:
     ) -> Transition:
         """A transition of each environment as :meth:`add` takes it.
 
-        Args:
-            obs: ``(n_envs, *observation)``, a list of ``n_envs`` observations, or a dict or tuple of these.
-            next_obs: As ``obs``.
-            action: ``(n_envs, *action)``.
-            reward: ``(n_envs,)``.
-            done: ``(n_envs,)``.
-            infos: A list of ``n_envs`` dicts, or one dict of arrays as Gymnasium's vector environments give.
-            timeouts: Whether ``"TimeLimit.truncated"`` in the infos counts.
-
-        Raises:
-            ValueError: If something has another shape or number, or does not cast by NumPy's ``same_kind``.
+        The arguments and errors are those of :meth:`gym_compress.CompressedReplayBuffer.add`; ``timeouts``
+        tells whether ``"TimeLimit.truncated"`` in the infos counts.
         """
         return Transition(
             map_leaves(self._fit_leaf, self.observations, self._by_leaf(obs)),
@@ -305,7 +279,7 @@ def make_leaves(rows: int, n_envs: int, space: spaces.Space[Any], compression: C
 
     def leaf(sub: spaces.Space[Any]) -> ObservationStore | NDArray[Any]:
         if is_image(sub):
-            return ObservationStore(rows, n_envs, sub, **compression._asdict())
+            return ObservationStore(rows, n_envs, sub, compression)
         if sub.shape is None or sub.dtype is None:
             raise TypeError(f"Expected a space of arrays of a fixed shape, actual: {sub}")
         shape = (1,) if isinstance(sub, spaces.Discrete) else sub.shape  # as SB3 has it

@@ -18,8 +18,8 @@ from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError, positive
 from gym_compress.replay.file.checkpoint import CheckpointMixin
 from gym_compress.replay.samples import ReplaySamples, gather_samples, to_device
-from gym_compress.replay.store import ObservationStore, read_places
-from gym_compress.replay.transitions import Compression, Transition, Transitions
+from gym_compress.replay.store import Compression, ObservationStore, read_places
+from gym_compress.replay.transitions import Transition, Transitions
 
 __all__ = [
     "CompressedDictReplayBuffer",
@@ -70,21 +70,9 @@ class CompressedReplayBase(CheckpointMixin, buffers.ReplayBuffer):
         self.use_table(self.table)
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
-        """Stores a transition of each environment, as SB3's does.
+        """Stores a transition of each environment: SB3's arguments, and the errors of the neutral buffer.
 
-        Args:
-            obs: ``(n_envs, *observation)``, or a dict of these.
-            next_obs: As ``obs``.
-            action: ``(n_envs, *action)``.
-            reward: ``(n_envs,)``.
-            done: ``(n_envs,)``.
-            infos: ``n_envs`` dicts.
-
-        Raises:
-            ValueError: If something is of another shape or number of environments, or an observation's dtype
-                does not cast by NumPy's ``same_kind``. The buffer is as it was then.
-            OSError: If chunks are kept in a file, and the system refuses to write them. The buffer is as it
-                was then, too.
+        See :meth:`gym_compress.CompressedReplayBuffer.add`.
         """
         transition = self._fitted(obs, next_obs, action, reward, done, infos)
         self.make_room()

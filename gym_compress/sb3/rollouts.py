@@ -8,8 +8,8 @@ import numpy as np
 from stable_baselines3.common import buffers
 
 from gym_compress.codec import Codec
-from gym_compress.replay.store import ObservationStore
-from gym_compress.replay.transitions import Compression, make_leaves
+from gym_compress.replay.store import Compression, ObservationStore
+from gym_compress.replay.transitions import make_leaves
 
 __all__ = ["CompressedDictRolloutBuffer", "CompressedRolloutBuffer"]
 

@@ -21,8 +21,8 @@ from gym_compress.replay.file.attached import ReplayFile
 from gym_compress.replay.file.format import MOST_SETTINGS, Block, Checkpoint, ChunkTable, as_corrupt
 from gym_compress.replay.file.writer import Writer, saving
 from gym_compress.replay.settings import element_nbytes, space_from_json, space_to_json
-from gym_compress.replay.store import ObservationStore
-from gym_compress.replay.transitions import Compression, Transitions, action_dim
+from gym_compress.replay.store import Compression, ObservationStore
+from gym_compress.replay.transitions import Transitions, action_dim
 from gym_compress.slicing import Slicing
 from gym_compress.spaces import is_image
 from gym_compress.tree import map_space
