@@ -424,7 +424,7 @@ def test_one_thread_adds_while_others_sample():
         reader.start()
     for i in itertools.count(1):
         buffer.add(stack(i), stack(i + 1), [0], [i], [False], [{}])
-        if wrong or (i > 1000 and len(reads) > 100) or not all(reader.is_alive() for reader in readers):
+        if wrong or (i > 250 and len(reads) > 100) or not all(reader.is_alive() for reader in readers):
             break
     stop.set()
     for reader in readers:

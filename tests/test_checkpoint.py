@@ -471,10 +471,10 @@ FULL.sqlite_errorcode = sqlite3.SQLITE_FULL
     [
         ("memory", KeyboardInterrupt(), False),
         ("path", KeyboardInterrupt(), True),
-        ("lazy", FULL, False),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
+                ("lazy", FULL, False),
                 ("path", KeyboardInterrupt(), False),
                 ("lazy", KeyboardInterrupt(), False),
                 ("memory", KeyboardInterrupt(), True),
@@ -544,7 +544,8 @@ def interrupting(left):
     return trace
 
 
-@pytest.mark.parametrize("kind", [pytest.param("memory", marks=pytest.mark.slow), "path"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory", "path"])
 def test_what_an_interrupted_add_leaves_can_be_saved(tmp_path, kind):
     """Ctrl+C at any line, then save: the file can be loaded, and holds what the buffer holds."""
     buffer = made(
@@ -575,7 +576,8 @@ def test_what_an_interrupted_add_leaves_can_be_saved(tmp_path, kind):
     buffer.close()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("memory", marks=pytest.mark.slow), "path"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory", "path"])
 def test_what_an_interrupted_reset_leaves_can_be_saved(tmp_path, kind):
     buffer = made(0, rows=30, space=MIXED, path=tmp_path / "own.replay" if kind == "path" else None)
     path, interrupted = tmp_path / "a.replay", 0
@@ -772,15 +774,9 @@ assert_equal(CompressedReplayBuffer.load(path, device=None), made(step + 100, **
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps"),
-    [
-        ("memory", 200),
-        pytest.param("file", 200, marks=pytest.mark.slow),
-        pytest.param("memory", 1000, marks=pytest.mark.slow),
-        pytest.param("file", 1000, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [200, 1000])
+@pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_full_disk_leaves_file_and_buffer_as_they_were(tmp_path, kind, steps):
     subprocess.run([sys.executable, "-c", DISK, str(tmp_path / "a.replay"), kind, str(steps)], check=True)
 

@@ -442,7 +442,7 @@ def test_a_file_that_nobody_can_write_is_read(path):
         return sqlite3.connect(f"file:{path}?mode={mode}", uri=True, isolation_level=None, factory=factory)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "connect", connect)
+        patch.setattr(reading.fmt, "connect", connect)
         patch.setattr(reading.os, "access", lambda *args: False)
         for lazy in (False, True):
             with load(path, device=None, lazy=lazy) as buffer:

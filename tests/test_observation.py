@@ -163,6 +163,7 @@ def test_torch_reads_it_whole(monkeypatch, kept):
         assert torch.as_tensor(obs, dtype=torch.float32).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_jax_reads_it_whole(monkeypatch, kept):
     import jax
 
@@ -316,7 +317,7 @@ def _sums(observations):
     return [int(np.asarray(obs).sum()) for obs in observations]
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_goes_to_other_processes(kept, method):
     with multiprocessing.get_context(method).Pool(1) as pool:
         assert pool.apply(_sums, (kept,)) == _sums(kept)

@@ -217,7 +217,7 @@ def test_copies_within_the_block_go_on_with_what_was_not_taken():
             assert_same(tuple(next(batches)), tuple(want))
 
 
-@pytest.mark.parametrize("trials", [500, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [150, pytest.param(3000, marks=pytest.mark.slow)])
 def test_interrupts_at_any_moment_end_the_block(trials):
     """Real signals, in a process of its own: the interrupt comes out, and nothing hangs."""
     code = """

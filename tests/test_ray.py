@@ -222,6 +222,7 @@ def test_writers_are_spread_and_copies_are_streams_of_their_own(sharded):
     assert one == [1000, 1001, 1002, 1003, 1004, 3000, 3001, 3002, 3003, 3004]
 
 
+@pytest.mark.slow
 def test_a_writer_waits_when_several_parcels_are_on_their_way(sharded, monkeypatch, tmp_path):
     replay = sharded(20_000, num_shards=1)
     writer, gate = replay.writer("w"), tmp_path / "gate"
@@ -269,7 +270,8 @@ def test_compressed_observations_are_shipped(sharded):
         assert_same(batch.next_observations[i], np.asarray(kept[step][1]))
 
 
-@pytest.mark.parametrize("every", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [2, 3])
 def test_what_is_acknowledged_in_vain_is_there_once(sharded, monkeypatch, every):
     replay = sharded(4000, num_shards=1)
     writer, calls = replay.writer("w"), iter(range(10**9))
@@ -369,7 +371,8 @@ def test_a_shard_that_dies_without_a_folder_comes_back_empty(sharded):
     assert set(replay.sample(500).rewards[:, 0].tolist()) == {*range(50), *range(1050, 1060)}
 
 
-@pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "stopped"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_batches_go_on_without_a_shard_and_draw_from_a_shard_that_is_back(sharded, patience, tmp_path, how):
     """Without waiting for the timeout; and from the same iterator, without anything else being called."""
     replay = sharded(folder=tmp_path)
@@ -452,6 +455,7 @@ print(ray.is_initialized())
     assert running == "False"
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_longer_than_patience_is_waited_for(sharded, patience):
     patience(1e-6)
     replay = sharded(num_shards=1)
@@ -756,12 +760,6 @@ DAMAGES = {
 }
 
 
-SHARDS_TELL = {
-    "files of each other",
-    "a file of another class",
-}  # once they were started, as of a damaged file
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder with a checkpoint."""
@@ -773,10 +771,8 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [pytest.param(each, marks=[pytest.mark.slow] if each in SHARDS_TELL else []) for each in DAMAGES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoints_are_refused(saved, sharded, tmp_path, damage):
     folder = shutil.copytree(saved, tmp_path / "memory")
     DAMAGES[damage](folder)
@@ -796,6 +792,7 @@ def test_checkpoints_that_are_not_there(saved, sharded, tmp_path):
         sharded(num_shards=1).save()
 
 
+@pytest.mark.slow
 def test_several_learners_draw_each_for_itself(sharded):
     replay = sharded()
     ray.get(collect.remote(replay.writer("w"), range(300)))

@@ -494,6 +494,7 @@ def test_other_spaces_are_refused(wrap):
         wrap(AnyEnv(spaces.Discrete(5)))
 
 
+@pytest.mark.slow
 def test_stable_baselines3_takes_the_environment_as_it_is():
     import stable_baselines3 as sb3
     import torch

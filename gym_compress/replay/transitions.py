@@ -16,7 +16,7 @@ from gym_compress.observation import CompressedObservation
 from gym_compress.replay.parcel import ImageParcel
 from gym_compress.replay.store import Compression, Empty, ObservationStore, read_places
 from gym_compress.spaces import is_image
-from gym_compress.tree import map_leaves, map_space
+from gym_compress.tree import iter_leaves, map_leaves, map_space
 
 __all__ = ["Transition", "Transitions", "action_dim", "make_leaves"]
 
@@ -50,6 +50,8 @@ class Transitions:
         observations, next_observations: Trees of the observation space: an :class:`ObservationStore` for an
             image, an array ``(rows, n_envs, ...)`` for another leaf.
         leaves: The same tree with the number of each leaf, by which FORMAT.md names it.
+        image_numbers: Which of these leaves are images.
+        stores: Of each image the store of observations and that of next observations.
         actions: ``(rows, n_envs, numbers of an action)``.
         rewards, dones, timeouts: ``(rows, n_envs)`` float32; a timeout is 1 where a time limit ended an
             episode.
@@ -83,15 +85,11 @@ class Transitions:
         self.full = False
         numbers = count()
         self.leaves = map_leaves(lambda _: next(numbers), self.observations)
-        self._pairs = list(
-            zip(self._leaves(self.observations), self._leaves(self.next_observations), strict=True)
-        )
-
-    @staticmethod
-    def _leaves(tree: Any) -> list[Any]:
-        leaves: list[Any] = []
-        map_leaves(leaves.append, tree)
-        return leaves
+        leaves = iter_leaves(self.observations), iter_leaves(self.next_observations)
+        self._pairs = [(ours, theirs) for (_, ours), (_, theirs) in zip(*leaves, strict=True)]
+        images = [i for i, (ours, _) in enumerate(self._pairs) if isinstance(ours, ObservationStore)]
+        self.image_numbers = images
+        self.stores: list[tuple[ObservationStore, ObservationStore]] = [self._pairs[i] for i in images]
 
     def size(self) -> int:
         """The number of rows that are filled."""
@@ -105,16 +103,6 @@ class Transitions:
     def oldest(self) -> int:
         """The row that was written first."""
         return self.pos if self.full else 0
-
-    @property
-    def stores(self) -> list[tuple[ObservationStore, ObservationStore]]:
-        """Of each image the store of observations and that of next observations."""
-        return [pair for pair in self._pairs if isinstance(pair[0], ObservationStore)]
-
-    @property
-    def image_numbers(self) -> list[int]:
-        """Which of the leaves of observations, counted from 0, are images."""
-        return [i for i, (leaf, _) in enumerate(self._pairs) if isinstance(leaf, ObservationStore)]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The arrays with one row for each of the table, by the names of FORMAT.md."""
@@ -265,9 +253,8 @@ class Transitions:
         """Forgets all transitions."""
         self.valid[:] = False
         self.pos, self.full = 0, False
-        for ours, theirs in self._pairs:
-            if isinstance(ours, ObservationStore):
-                ours.clear(theirs)
+        for store, twin in self.stores:
+            store.clear(twin)
 
 
 def make_leaves(rows: int, n_envs: int, space: spaces.Space[Any], compression: Compression) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gym_compress.chunk import Chunk
 from gym_compress.errors import GymCompressError
-from gym_compress.replay.file.format import Checkpoint, connect, read_checkpoint_id, translate_sqlite_errors
+from gym_compress.replay.file import format as fmt
 from gym_compress.replay.file.reader import FileReader, StoredChunk
 from gym_compress.replay.file.writer import Row, Writer, chunk_row, open_to_save, writing
 
@@ -51,20 +51,20 @@ class ReplayFile(FileReader):
         file = cls(Path(path).absolute())
         connection = open_to_save(path)
         try:
-            with translate_sqlite_errors(path):
+            with fmt.translate_sqlite_errors(path):
                 if connection.execute("SELECT count(*) FROM settings").fetchone() != (0,):
                     raise FileExistsError(
                         f"{path} is there already: go on with it by load(path, lazy=True), or move it away"
                     )
                 connection.execute("PRAGMA journal_mode = WAL")
-                file.checkpoint = Checkpoint(read_checkpoint_id(connection))
+                file.checkpoint = fmt.Checkpoint(fmt.read_checkpoint_id(connection))
                 file._place = _place(file.path)
             file._hold()
         finally:
             connection.close()
         return file
 
-    def attach(self, checkpoint: Checkpoint) -> None:
+    def attach(self, checkpoint: fmt.Checkpoint) -> None:
         """Says which checkpoint the buffer goes on from."""
         self.checkpoint = checkpoint
         self._next, self._total = checkpoint.next_id, checkpoint.total
@@ -153,7 +153,7 @@ class ReplayFile(FileReader):
             )
 
     def _pragma(self, pragma: str) -> None:
-        with translate_sqlite_errors(self.path):
+        with fmt.translate_sqlite_errors(self.path):
             self.connected().execute(f"PRAGMA {pragma}")
 
     def _hold(self) -> None:
@@ -174,9 +174,9 @@ class ReplayFile(FileReader):
                 old.close()
 
         self._check_place()
-        connection = connect(self.path, "rw")
+        connection = fmt.connect(self.path, "rw")
         try:
-            with translate_sqlite_errors(self.path):
+            with fmt.translate_sqlite_errors(self.path):
                 for pragma in ("secure_delete = OFF", "synchronous = NORMAL", f"wal_autocheckpoint = {_WAL}"):
                     connection.execute(f"PRAGMA {pragma}")
                 self.set_up(connection)

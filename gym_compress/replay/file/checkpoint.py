@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from gym_compress.chunk import MOST_SHIPPED
 from gym_compress.codec import resolve_codec, resolve_frames_per_chunk
 from gym_compress.errors import CorruptDataError
+from gym_compress.replay.file import format as fmt
 from gym_compress.replay.file.attached import ReplayFile
-from gym_compress.replay.file.format import MOST_SETTINGS, Block, Checkpoint, ChunkTable, as_corrupt
-from gym_compress.replay.file.writer import Writer, saving
+from gym_compress.replay.file.writer import Row, Writer, chunk_row, saving
 from gym_compress.replay.settings import element_nbytes, space_from_json, space_to_json
 from gym_compress.replay.store import Compression, ObservationStore
 from gym_compress.replay.transitions import Transitions, action_dim
@@ -32,8 +32,6 @@ __all__ = ["CheckpointMixin", "arguments_of"]
 # Limits of FORMAT.md: bytes of all arrays with all rows filled; and streams.
 _MOST_NBYTES = 2**34
 _MOST_STREAMS = 2**14
-
-_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 _FLAGS = ("optimize_memory_usage", "handle_timeout_termination")
 
@@ -57,7 +55,9 @@ class CheckpointMixin:
     replaces_others: ClassVar[bool] = True  # whether another buffer's checkpoint may be saved over
 
     _file: ReplayFile | None = None  # the file in which the chunks are, if they are in one
-    _checkpoint = Checkpoint()  # the checkpoint that the buffer and a file have in common, if they are not
+    _checkpoint = (
+        fmt.Checkpoint()
+    )  # the checkpoint that the buffer and a file have in common, if they are not
 
     def use_table(self, table: Transitions) -> None:
         """Gives the buffer its table, and SB3's names for what is in it."""
@@ -139,7 +139,7 @@ class CheckpointMixin:
                 self._spill(file)
                 saved = file.saving(publish)
             elif file is not None:  # a copy, and the buffer stays with its own file
-                saved = saving(path or "", Checkpoint(), lambda writer: None)
+                saved = saving(path or "", fmt.Checkpoint(), lambda writer: None)
             else:
                 saved = saving(path or "", self._checkpoint, publish, replace=self.replaces_others)
             with saved as writer:
@@ -149,7 +149,7 @@ class CheckpointMixin:
         """The settings; an error if they could not be saved, or loaded again."""
         settings = self.file_settings()
         text = json.dumps(settings, allow_nan=False)
-        if len(text) > MOST_SETTINGS // 2:
+        if len(text) > fmt.MOST_SETTINGS // 2:
             raise ValueError(f"The spaces are too large for a replay file, {len(text)} characters of JSON")
         arguments_of(json.loads(text))
         return settings
@@ -158,12 +158,18 @@ class CheckpointMixin:
         """Writes what the file lacks, and returns, by image and place, the ids of the chunks written."""
         known, stores = writer.known, self.table.stores
         ids: list[dict[int, int]] = [{} for _ in stores]
-        for number, (store, _) in enumerate(stores):
-            if known.id is not None:
+
+        def unsaved() -> Iterator[Row]:
+            for stream in range(len(stores) * self.table.n_envs):
+                number, env = divmod(stream, self.table.n_envs)
+                for place, first, chunk in stores[number][0].index.unsaved(env, everything=known.id is None):
+                    ids[number][place] = id_ = writer.new_id()
+                    yield chunk_row(id_, stream, first, chunk)
+
+        if known.id is not None:
+            for store, _ in stores:
                 writer.delete(store.index.evicted)
-            for env in range(self.table.n_envs):
-                for place, first, chunk in store.index.unsaved(env, everything=known.id is None):
-                    ids[number][place] = writer.put(number * self.table.n_envs + env, first, chunk)
+        writer.insert(unsaved())
 
         def kept() -> set[int]:
             return {id_ for own in ids for id_ in own.values()} | {
@@ -211,11 +217,11 @@ class CheckpointMixin:
         file = ReplayFile.open(path)
         try:
             settings, chunks = file.read_checkpoint()
-            with as_corrupt(f"The settings of {file.path} are not valid"):
+            with fmt.as_corrupt(f"The settings of {file.path} are not valid"):
                 arguments = arguments_of(settings)
             cls.check_loadable(settings, arguments["observation_space"], device)
             buffer = cls.from_settings(settings, {**arguments, "device": device})
-            with as_corrupt(f"{file.path} is not valid"):
+            with fmt.as_corrupt(f"{file.path} is not valid"):
                 buffer.pos, buffer.full = settings["pos"], settings["full"]
                 buffer._read_chunks(file, chunks, lazy)
                 blocks = buffer._read_arrays(file, settings["arrays"])
@@ -232,23 +238,22 @@ class CheckpointMixin:
             file.close()
         return buffer
 
-    def _read_arrays(self, file: ReplayFile, specs: dict[str, Any]) -> dict[str, list[Block]]:
+    def _read_arrays(self, file: ReplayFile, specs: dict[str, Any]) -> dict[str, list[fmt.Block]]:
         """Reads all arrays, and returns their blocks."""
         rows, blocks = self.size(), {}
         for name, values in self.file_arrays().items():
-            file.check_array(specs[name], name, (rows, *values.shape[1:]), [values.dtype])
-            blocks[name] = file.read_array(specs[name], values[:rows])
+            blocks[name] = file.read_array(specs[name], name, values[:rows])
         for name, store in self._stores():
-            shape = rows, self.table.n_envs
-            references = np.empty(shape, file.check_array(specs[name], name, shape, [_INT32, _INT64]))
-            blocks[name] = file.read_array(specs[name], references)
+            dtype = np.int64 if specs[name]["dtype"] == "<i8" else np.int32
+            references = np.empty((rows, self.table.n_envs), dtype)
+            blocks[name] = file.read_array(specs[name], name, references)
             store.restore(references)
         ids = [block.id for own in blocks.values() for block in own]
         if len(ids) > len(set(ids)):
             raise CorruptDataError("a block is in two places")
         return blocks
 
-    def _read_chunks(self, file: ReplayFile, table: ChunkTable, lazy: bool) -> None:
+    def _read_chunks(self, file: ReplayFile, table: fmt.ChunkTable, lazy: bool) -> None:
         indexes, n_envs = [store.index for store, _ in self.table.stores], self.table.n_envs
         if len(table.ids) and table.streams.max() >= len(indexes) * n_envs:
             raise CorruptDataError(f"there are {len(indexes) * n_envs} streams, and chunks of others")

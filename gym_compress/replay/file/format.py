@@ -19,36 +19,6 @@ from numpy.typing import NDArray
 from gym_compress.codec import Codec
 from gym_compress.errors import CorruptDataError
 
-__all__ = [
-    "APPLICATION_ID",
-    "BLOCK_CODEC",
-    "MOST_ID",
-    "MOST_SETTINGS",
-    "OVERHEAD",
-    "PAGE",
-    "SCHEMA",
-    "SET_CACHE",
-    "SQLITE_LENGTH",
-    "VERSION",
-    "Block",
-    "Checkpoint",
-    "CheckpointId",
-    "ChunkTable",
-    "array_source",
-    "as_corrupt",
-    "block_rows",
-    "check_schema",
-    "checksum",
-    "codec_of",
-    "connect",
-    "little",
-    "read_application",
-    "read_checkpoint_id",
-    "row_hash",
-    "signed",
-    "translate_sqlite_errors",
-]
-
 APPLICATION_ID = 0x47794D43  # "GyMC"
 VERSION = 1
 SCHEMA = {

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sqlite3
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -18,31 +17,7 @@ from numpy.typing import NDArray
 from gym_compress.chunk import MOST_SHIPPED, Chunk
 from gym_compress.codec import Codec, check_encoded, decode
 from gym_compress.errors import CorruptDataError, GymCompressError
-from gym_compress.replay.file.format import (
-    APPLICATION_ID,
-    BLOCK_CODEC,
-    MOST_ID,
-    MOST_SETTINGS,
-    OVERHEAD,
-    SET_CACHE,
-    SQLITE_LENGTH,
-    Block,
-    Checkpoint,
-    ChunkTable,
-    array_source,
-    as_corrupt,
-    block_rows,
-    check_schema,
-    checksum,
-    codec_of,
-    connect,
-    little,
-    read_application,
-    read_checkpoint_id,
-    row_hash,
-    signed,
-    translate_sqlite_errors,
-)
+from gym_compress.replay.file import format as fmt
 
 __all__ = ["FileReader", "StoredChunk"]
 
@@ -86,7 +61,7 @@ class FileReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoint = Checkpoint()
+        self.checkpoint = fmt.Checkpoint()
         self.connection: sqlite3.Connection | None = None
         self._closed = False
         self.forked = False  # whether this process was forked from the one that opened the file
@@ -106,7 +81,7 @@ class FileReader:
             raise FileNotFoundError(f"There is no file {path}")
         if file.path.is_dir():
             raise IsADirectoryError(f"{path} is a folder, expected a replay file")
-        with translate_sqlite_errors(file.path):
+        with fmt.translate_sqlite_errors(file.path):
             try:
                 file._begin("rw")
             except sqlite3.OperationalError as error:
@@ -118,18 +93,18 @@ class FileReader:
 
     def _begin(self, mode: str) -> None:
         """Connects; from now on, what is read is of one checkpoint."""
-        connection = connect(self.path, mode)
+        connection = fmt.connect(self.path, mode)
         try:
             self.set_up(connection)
-            if read_application(connection) != APPLICATION_ID:
+            if fmt.read_application(connection) != fmt.APPLICATION_ID:
                 raise CorruptDataError(f"{self.path} is not a replay file")
             with suppress(sqlite3.OperationalError):  # a file that cannot be written is read as it is
                 # readers and a writer do not wait for each other then
                 connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute(SET_CACHE)
+            connection.execute(fmt.SET_CACHE)
             connection.execute("BEGIN")
-            check_schema(connection, self.path)
-            id_ = read_checkpoint_id(connection)
+            fmt.check_schema(connection, self.path)
+            id_ = fmt.read_checkpoint_id(connection)
             before = self.checkpoint.id
             if self.forked and (id_ and id_[0]) != (before and before[0]):
                 raise GymCompressError(
@@ -144,7 +119,7 @@ class FileReader:
     @staticmethod
     def set_up(connection: sqlite3.Connection) -> None:
         """Guards against what a file may do to its reader, before anything is read."""
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_SETTINGS)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, fmt.MOST_SETTINGS)
         for pragma in ("cell_size_check = ON", "trusted_schema = OFF"):
             connection.execute(f"PRAGMA {pragma}")
 
@@ -168,7 +143,7 @@ class FileReader:
         self._closed = True
         connection, self.connection = self.connection, None
         if connection is not None:
-            with translate_sqlite_errors(self.path):
+            with fmt.translate_sqlite_errors(self.path):
                 connection.close()
 
     def check_open(self) -> None:
@@ -180,18 +155,18 @@ class FileReader:
         """The connection; a new one in a forked process."""
         self.check_open()
         if self.connection is None:  # in a forked process
-            with translate_sqlite_errors(self.path):
+            with fmt.translate_sqlite_errors(self.path):
                 self._begin("rw")
         assert self.connection is not None
         return self.connection
 
-    def read_checkpoint(self) -> tuple[dict[str, Any], ChunkTable]:
+    def read_checkpoint(self) -> tuple[dict[str, Any], fmt.ChunkTable]:
         """The settings, and what there is to know of the chunks.
 
         Raises:
             CorruptDataError: If there is no checkpoint, or it is damaged.
         """
-        with translate_sqlite_errors(self.path):
+        with fmt.translate_sqlite_errors(self.path):
             connection, id_ = self.connected(), self.checkpoint.id
             row = connection.execute("SELECT checksum, data FROM settings WHERE id = 1").fetchone()
             if row is None or id_ is None:
@@ -200,22 +175,22 @@ class FileReader:
                     "it, and it can be deleted or saved over"
                 )
             expected, data = row
-            if not isinstance(data, bytes) or checksum(1, data) != expected:
+            if not isinstance(data, bytes) or fmt.checksum(1, data) != expected:
                 raise CorruptDataError(f"The settings of {self.path} do not have their checksum")
-            with as_corrupt(f"The settings of {self.path} are not valid"):
+            with fmt.as_corrupt(f"The settings of {self.path} are not valid"):
                 settings = json.loads(data)
                 next_id = settings["next_id"]
-                if type(next_id) is not int or not 0 < next_id <= MOST_ID:
+                if type(next_id) is not int or not 0 < next_id <= fmt.MOST_ID:
                     raise CorruptDataError(f"next_id is {next_id!r}")
                 table, total = self._chunk_table(next_id)
-            if signed(total + expected) != id_[0]:
+            if fmt.signed(total + expected) != id_[0]:
                 raise CorruptDataError(
                     f"{self.path} has parts of different checkpoints, or lost some: its digest differs"
                 )
-            self.checkpoint = Checkpoint(id_, total, next_id)
+            self.checkpoint = fmt.Checkpoint(id_, total, next_id)
             return settings, table
 
-    def _chunk_table(self, next_id: int) -> tuple[ChunkTable, int]:
+    def _chunk_table(self, next_id: int) -> tuple[fmt.ChunkTable, int]:
         """The table of chunks, and the sum of the hashes of its rows."""
         select = "SELECT * FROM chunks WHERE id < ? ORDER BY id"
         codecs: list[Codec] = []
@@ -224,8 +199,8 @@ class FileReader:
         def numbers(rows: sqlite3.Cursor) -> Iterator[tuple[int, ...]]:
             nonlocal total
             for row in rows:
-                total += row_hash(row)
-                codecs.append(codec_of(row[5]))
+                total += fmt.row_hash(row)
+                codecs.append(fmt.codec_of(row[5]))
                 yield row[:5]
 
         # as long as a cursor is open, a connection closes in name only: an error would keep it
@@ -236,7 +211,7 @@ class FileReader:
             ids[0] > 0 and streams.min() >= 0 and 0 < nbytes.min() <= nbytes.max() <= MOST_SHIPPED
         ):
             raise CorruptDataError(f"Ids, streams or sizes of the chunks of {self.path} are out of bounds")
-        return ChunkTable(ids, checksums, streams, firsts, nbytes, codecs), total
+        return fmt.ChunkTable(ids, checksums, streams, firsts, nbytes, codecs), total
 
     def structure_faults(self) -> list[str]:
         """What SQLite finds wrong with the structure of the file, a line for each fault.
@@ -244,11 +219,11 @@ class FileReader:
         Raises:
             CorruptDataError: If it cannot even look.
         """
-        with translate_sqlite_errors(self.path):
+        with fmt.translate_sqlite_errors(self.path):
             found = self.connected().execute("PRAGMA integrity_check").fetchall()
         return [f"{self.path}: {line}" for (text,) in found for line in text.splitlines() if line != "ok"]
 
-    def blob(self, id_: int, expected: int, most: int = SQLITE_LENGTH) -> bytes:
+    def blob(self, id_: int, expected: int, most: int = fmt.SQLITE_LENGTH) -> bytes:
         """The bytes under an id.
 
         Args:
@@ -259,7 +234,7 @@ class FileReader:
         Raises:
             CorruptDataError: If they are not there, too many, or have another checksum.
         """
-        with translate_sqlite_errors(self.path):
+        with fmt.translate_sqlite_errors(self.path):
             connection = self.connected()
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
             row = connection.execute("SELECT data FROM blobs WHERE id = ?", [id_]).fetchone()
@@ -268,7 +243,7 @@ class FileReader:
     def _checked(self, id_: int, expected: int, data: Any) -> bytes:
         if not isinstance(data, bytes):
             raise CorruptDataError(f"Blob {id_} of {self.path} is missing")
-        if checksum(id_, data) != expected:
+        if fmt.checksum(id_, data) != expected:
             raise CorruptDataError(f"Blob {id_} of {self.path} does not have its checksum")
         return data
 
@@ -278,7 +253,7 @@ class FileReader:
         Raises:
             CorruptDataError: If it is damaged.
         """
-        data = self.blob(chunk.id, chunk.checksum, chunk.nbytes + OVERHEAD)
+        data = self.blob(chunk.id, chunk.checksum, chunk.nbytes + fmt.OVERHEAD)
         return self._unpacked(chunk.id, data, chunk.nbytes, chunk.codec)
 
     def _unpacked(self, id_: int, data: bytes, nbytes: int, codec: Codec) -> bytes | NDArray[np.uint8]:
@@ -292,21 +267,21 @@ class FileReader:
             raise CorruptDataError(f"Blob {id_} of {self.path}: {error}") from None
         raise CorruptDataError(f"Blob {id_} of {self.path} has {len(data)} bytes, expected {nbytes}")
 
-    def stored_chunks(self, table: ChunkTable) -> Iterator[StoredChunk]:
+    def stored_chunks(self, table: fmt.ChunkTable) -> Iterator[StoredChunk]:
         """The chunks of a table, left where they are."""
         ids, checksums, _, _, nbytes, codecs = table
         columns = ids.tolist(), checksums.tolist(), nbytes.tolist(), codecs
         for id_, expected, size, codec in zip(*columns, strict=True):
             yield StoredChunk(self, id_, expected, size, codec)
 
-    def read_chunks(self, table: ChunkTable) -> Iterator[Chunk]:
+    def read_chunks(self, table: fmt.ChunkTable) -> Iterator[Chunk]:
         """The chunks of a table, read.
 
         Raises:
             CorruptDataError: If one is damaged.
         """
-        with translate_sqlite_errors(self.path):
-            most = int(table.nbytes.max(initial=0)) + OVERHEAD
+        with fmt.translate_sqlite_errors(self.path):
+            most = int(table.nbytes.max(initial=0)) + fmt.OVERHEAD
             connection = self.connected()
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, most)
             select = "SELECT data FROM chunks LEFT JOIN blobs USING (id) WHERE id < ? ORDER BY id"
@@ -316,65 +291,45 @@ class FileReader:
                     content = self._unpacked(chunk.id, data, chunk.nbytes, chunk.codec)
                     yield Chunk(content, chunk.nbytes, chunk.codec, sealed=True)
 
-    def check_array(
-        self, spec: dict[str, Any], name: str, shape: tuple[int, ...], dtypes: Sequence[np.dtype[Any]]
-    ) -> np.dtype[Any]:
-        """Checks what the settings say of an array, before memory is asked for.
-
-        Args:
-            spec: What they say.
-            name: Its name.
-            shape: The shape that is expected, but for axes of length 1 behind the first.
-            dtypes: The dtypes that are expected.
-
-        Returns:
-            Its dtype.
-
-        Raises:
-            CorruptDataError: If it has another shape or dtype, or cannot be in its blocks.
-        """
-        found = tuple(spec["shape"])
-        dtype = next((dtype for dtype in dtypes if little(dtype) == spec["dtype"]), None)
-        if dtype is None or found[:1] != shape[:1] or _squeezed(found) != _squeezed(shape):
-            raise CorruptDataError(f"{name} is {spec['dtype']} {found}, expected {little(dtypes[0])} {shape}")
-        row_nbytes = math.prod(shape[1:]) * dtype.itemsize
-        rows = block_rows(row_nbytes)
-        blocks = -(-shape[0] // rows) if row_nbytes else 0
-        if (
-            len(spec["blocks"]) != blocks
-            or (blocks and spec["rows"] != rows)
-            or rows * row_nbytes > MOST_SHIPPED
-        ):
-            raise CorruptDataError(f"{name} has other blocks than its shape asks for")
-        return dtype
-
-    def read_array(self, spec: dict[str, Any], out: NDArray[Any]) -> list[Block]:
-        """Reads an array that was checked.
+    def read_array(self, spec: dict[str, Any], name: str, out: NDArray[Any]) -> list[fmt.Block]:
+        """Reads an array.
 
         Args:
             spec: What the settings say of it.
-            out: Where it goes, C-contiguous.
+            name: Its name.
+            out: Where it goes, C-contiguous. The file may leave out axes of length 1 behind the second.
 
         Returns:
             Its blocks.
 
         Raises:
-            CorruptDataError: If a block is damaged.
+            CorruptDataError: If it has another shape or dtype, cannot be in its blocks, or one is damaged.
         """
+        dtype, shape = spec["dtype"], tuple(spec["shape"])
+        if dtype != fmt.little(out.dtype) or _squeezed(shape) != _squeezed(out.shape):
+            raise CorruptDataError(f"{name} is {dtype} {shape}, expected {fmt.little(out.dtype)} {out.shape}")
+        row_nbytes = out[:1].nbytes
+        rows = fmt.block_rows(row_nbytes)
+        count = -(-len(out) // rows) if row_nbytes else 0
+        if (
+            len(spec["blocks"]) != count
+            or (count and spec["rows"] != rows)
+            or rows * row_nbytes > MOST_SHIPPED
+        ):
+            raise CorruptDataError(f"{name} has other blocks than its shape asks for")
         flat = out.reshape(-1).view(np.uint8)
-        step = spec["rows"] * (out.nbytes // max(len(out), 1))
         blocks = []
         for i, (id_, expected) in enumerate(spec["blocks"]):
             if not 0 < id_ < self.checkpoint.next_id:
                 raise CorruptDataError(f"Blob {id_} is beyond the checkpoint")
-            part = flat[i * step : (i + 1) * step]
-            data = self.blob(id_, expected, part.nbytes + OVERHEAD)
-            self._unpacked(id_, data, part.nbytes, BLOCK_CODEC)
+            part = flat[i * rows * row_nbytes : (i + 1) * rows * row_nbytes]
+            data = self.blob(id_, expected, part.nbytes + fmt.OVERHEAD)
+            self._unpacked(id_, data, part.nbytes, fmt.BLOCK_CODEC)
             try:
                 decode(data, part)
             except CorruptDataError as error:
                 raise CorruptDataError(f"Blob {id_} of {self.path} cannot be decoded: {error}") from None
-            blocks.append(Block(id_, expected, array_source(out, part)))
+            blocks.append(fmt.Block(id_, expected, fmt.array_source(out, part)))
         return blocks
 
 

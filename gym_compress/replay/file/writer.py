@@ -9,6 +9,7 @@ import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +18,7 @@ from numpy.typing import NDArray
 
 from gym_compress.chunk import MOST_SHIPPED
 from gym_compress.errors import CorruptDataError, GymCompressError
-from gym_compress.replay.file.format import (
-    APPLICATION_ID,
-    BLOCK_CODEC,
-    MOST_ID,
-    MOST_SETTINGS,
-    PAGE,
-    SCHEMA,
-    SET_CACHE,
-    SQLITE_LENGTH,
-    VERSION,
-    Block,
-    Checkpoint,
-    CheckpointId,
-    array_source,
-    block_rows,
-    check_schema,
-    checksum,
-    connect,
-    little,
-    read_application,
-    read_checkpoint_id,
-    row_hash,
-    signed,
-    translate_sqlite_errors,
-)
+from gym_compress.replay.file import format as fmt
 
 __all__ = ["Row", "Writer", "chunk_row", "open_to_save", "roll_back", "saving", "writing"]
 
@@ -67,8 +44,8 @@ def open_to_save(path: str | os.PathLike[str]) -> sqlite3.Connection:
     if sys.byteorder != "little":
         raise GymCompressError("Replay files can be written on little-endian machines only")
     try:
-        with translate_sqlite_errors(path):
-            connection = connect(path, "rwc")
+        with fmt.translate_sqlite_errors(path):
+            connection = fmt.connect(path, "rwc")
             try:
                 _prepare(connection, path)
             except BaseException:
@@ -83,26 +60,26 @@ def open_to_save(path: str | os.PathLike[str]) -> sqlite3.Connection:
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Makes the tables, or checks them."""
-    for pragma in ("trusted_schema = OFF", "secure_delete = OFF", f"page_size = {PAGE}"):
+    for pragma in ("trusted_schema = OFF", "secure_delete = OFF", f"page_size = {fmt.PAGE}"):
         connection.execute(f"PRAGMA {pragma}")
     connection.execute("BEGIN IMMEDIATE")
     try:
-        application = read_application(connection)
+        application = fmt.read_application(connection)
         (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if not application and not tables:
-            for statement in SCHEMA.values():
+            for statement in fmt.SCHEMA.values():
                 connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {VERSION}")
-        elif application != APPLICATION_ID:
+            connection.execute(f"PRAGMA application_id = {fmt.APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {fmt.VERSION}")
+        elif application != fmt.APPLICATION_ID:
             raise FileExistsError(f"{path} is there already, and is not a replay file")
-        check_schema(connection, path)
+        fmt.check_schema(connection, path)
         connection.execute("COMMIT")
     except BaseException:
         roll_back(connection)
         raise
-    connection.execute(SET_CACHE)
-    if read_checkpoint_id(connection):
+    connection.execute(fmt.SET_CACHE)
+    if fmt.read_checkpoint_id(connection):
         connection.execute("PRAGMA journal_mode = WAL")
     # else nobody reads it yet, and the first checkpoint is quicker written without
 
@@ -131,11 +108,11 @@ def writing(
         CorruptDataError: If the file is damaged.
     """
     writer = Writer(connection)
-    with translate_sqlite_errors(path):
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, SQLITE_LENGTH)
+    with fmt.translate_sqlite_errors(path):
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, fmt.SQLITE_LENGTH)
         try:
             connection.execute("BEGIN IMMEDIATE")
-            writer.found_id = read_checkpoint_id(connection)
+            writer.found_id = fmt.read_checkpoint_id(connection)
             yield writer
             connection.execute("COMMIT")
             publish(writer)
@@ -144,7 +121,7 @@ def writing(
             with suppress(sqlite3.Error):
                 if (
                     writer.checkpoint_id is not None
-                    and read_checkpoint_id(connection) == writer.checkpoint_id
+                    and fmt.read_checkpoint_id(connection) == writer.checkpoint_id
                 ):
                     publish(writer)
             raise
@@ -153,7 +130,7 @@ def writing(
 @contextmanager
 def saving(
     path: str | os.PathLike[str],
-    known: Checkpoint,
+    known: fmt.Checkpoint,
     publish: Callable[[Writer], object],
     *,
     replace: bool = True,
@@ -187,7 +164,7 @@ def saving(
             yield writer
         saved = True
     finally:
-        with translate_sqlite_errors(path):
+        with fmt.translate_sqlite_errors(path):
             if saved:
                 with suppress(sqlite3.OperationalError):  # then whoever comes next does
                     connection.execute("PRAGMA journal_mode = WAL")
@@ -211,7 +188,7 @@ def chunk_row(id_: int, stream: int, first: int, chunk: Any) -> Row:
         raise ValueError(f"A chunk of {chunk.nbytes} bytes is too large for a file: {MOST_SHIPPED} at most")
     content = chunk.content
     data = content if isinstance(content, bytes) else content.tobytes()
-    return data, (id_, checksum(id_, data), stream, first, chunk.nbytes, str(chunk.codec))
+    return data, (id_, fmt.checksum(id_, data), stream, first, chunk.nbytes, str(chunk.codec))
 
 
 class Writer:
@@ -228,15 +205,14 @@ class Writer:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._rows: list[Row] = []
-        self.found_id: CheckpointId | None = None
-        self.checkpoint_id: CheckpointId | None = None
+        self.found_id: fmt.CheckpointId | None = None
+        self.checkpoint_id: fmt.CheckpointId | None = None
         self.total = 0
         self.next_id = 1
-        self.known = Checkpoint()
-        self.checkpoint = Checkpoint()
+        self.known = fmt.Checkpoint()
+        self.checkpoint = fmt.Checkpoint()
 
-    def resume(self, checkpoint: Checkpoint) -> None:
+    def resume(self, checkpoint: fmt.Checkpoint) -> None:
         """Goes on with the checkpoint that is there. What was written ahead of the next one is deleted."""
         self.next_id = checkpoint.next_id
         for table in ("blobs", "chunks"):
@@ -246,38 +222,31 @@ class Writer:
     def clear(self) -> None:
         """Deletes all."""
         (last,) = self._connection.execute("SELECT max(id) FROM blobs").fetchone()
-        self.next_id = (last or 0) % MOST_ID + 1
+        self.next_id = (last or 0) % fmt.MOST_ID + 1
         for table in ("blobs", "chunks", "settings"):
             self._connection.execute(f"DELETE FROM {table}")
         self.total = 0
 
-    def put(self, stream: int, first: int, chunk: Any) -> int:
-        """Inserts a chunk, sooner or later, and returns its id; see :func:`chunk_row`."""
-        row = chunk_row(self.next_id, stream, first, chunk)
+    def new_id(self) -> int:
+        """The id that the next blob gets."""
         self.next_id += 1
-        self._rows.append(row)
-        if len(self._rows) >= _BATCH:
-            self._flush()
-        return row[1][0]
-
-    def _flush(self) -> None:
-        self.insert(self._rows)
-        self._rows.clear()
+        return self.next_id - 1
 
     def insert(self, rows: Iterable[Row]) -> None:
-        """Inserts chunks."""
-        rows = list(rows)
-        blobs = ((row[0], data) for data, row in rows)
-        self._connection.executemany("INSERT INTO blobs VALUES (?, ?)", blobs)
-        chunks = [row for _, row in rows]
-        self._connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", chunks)
-        self.total += sum(map(row_hash, chunks))
+        """Inserts chunks, a batch of them at a time."""
+        rows = iter(rows)
+        while batch := list(islice(rows, _BATCH)):
+            blobs = [(row[0], data) for data, row in batch]
+            self._connection.executemany("INSERT INTO blobs VALUES (?, ?)", blobs)
+            chunks = [row for _, row in batch]
+            self._connection.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?)", chunks)
+            self.total += sum(map(fmt.row_hash, chunks))
 
     def delete(self, ids: Iterable[int]) -> None:
         """Deletes chunks."""
         for run in _runs(sorted(ids)):
             rows = self._connection.execute("SELECT * FROM chunks WHERE id BETWEEN ? AND ?", run)
-            self.total -= sum(map(row_hash, rows))
+            self.total -= sum(map(fmt.row_hash, rows))
             for table in ("chunks", "blobs"):
                 self._connection.execute(f"DELETE FROM {table} WHERE id BETWEEN ? AND ?", run)
 
@@ -288,13 +257,14 @@ class Writer:
             ids: Gives the ids of those that are known.
             count: How many these are.
         """
-        self._flush()
         if self._connection.execute("SELECT count(*) FROM chunks").fetchone() != (count,):
             known = ids()
             rows = self._connection.execute("SELECT id FROM chunks").fetchall()
             self.delete([id_ for (id_,) in rows if id_ not in known])
 
-    def put_array(self, array: NDArray[Any], before: list[Block]) -> tuple[dict[str, Any], list[Block]]:
+    def put_array(
+        self, array: NDArray[Any], before: list[fmt.Block]
+    ) -> tuple[dict[str, Any], list[fmt.Block]]:
         """Writes the blocks of an array that changed.
 
         Args:
@@ -308,13 +278,13 @@ class Writer:
             ValueError: If a row is too large for a file.
         """
         row_nbytes = array.nbytes // max(len(array), 1)
-        rows = block_rows(row_nbytes)
+        rows = fmt.block_rows(row_nbytes)
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        blocks: list[Block] = []
+        blocks: list[fmt.Block] = []
         gone = {block.id for block in before}
         for i, start in enumerate(range(0, flat.nbytes, rows * row_nbytes or 1)):
             part = flat[start : start + rows * row_nbytes]
-            source = array_source(array, part)
+            source = fmt.array_source(array, part)
             if i < len(before) and before[i].source == source:
                 blocks.append(before[i])
                 gone.remove(before[i].id)
@@ -323,13 +293,13 @@ class Writer:
                 raise ValueError(
                     f"Rows of {part.nbytes} bytes are too large for a file: {MOST_SHIPPED} at most"
                 )
-            data = BLOCK_CODEC.encode(part, array.dtype.itemsize)
-            id_, self.next_id = self.next_id, self.next_id + 1
+            data = fmt.BLOCK_CODEC.encode(part, array.dtype.itemsize)
+            id_ = self.new_id()
             self._connection.execute("INSERT INTO blobs VALUES (?, ?)", [id_, data])
-            blocks.append(Block(id_, checksum(id_, data), source))
+            blocks.append(fmt.Block(id_, fmt.checksum(id_, data), source))
         self._connection.executemany("DELETE FROM blobs WHERE id = ?", [(id_,) for id_ in gone])
         spec = {
-            "dtype": little(array.dtype),
+            "dtype": fmt.little(array.dtype),
             "shape": array.shape,
             "rows": rows,
             "blocks": [block[:2] for block in blocks],
@@ -341,25 +311,24 @@ class Writer:
         self.checkpoint_id = digest, secrets.randbits(62)
         self._connection.execute("INSERT OR REPLACE INTO checkpoint VALUES (1, ?, ?)", self.checkpoint_id)
 
-    def finish(self, settings: dict[str, Any], blocks: dict[str, list[Block]]) -> None:
+    def finish(self, settings: dict[str, Any], blocks: dict[str, list[fmt.Block]]) -> None:
         """Makes all that is there the next checkpoint.
 
         Raises:
             ValueError: If the settings are too large for a file.
         """
-        self._flush()
         data = json.dumps(
             {**settings, "next_id": self.next_id}, separators=(",", ":"), allow_nan=False
         ).encode()
-        if len(data) > MOST_SETTINGS:
+        if len(data) > fmt.MOST_SETTINGS:
             raise ValueError(
-                f"Settings of {len(data)} bytes are too large for a file: {MOST_SETTINGS} at most"
+                f"Settings of {len(data)} bytes are too large for a file: {fmt.MOST_SETTINGS} at most"
             )
-        own = checksum(1, data)
+        own = fmt.checksum(1, data)
         self._connection.execute("INSERT OR REPLACE INTO settings VALUES (1, ?, ?)", [own, data])
-        self._connection.execute(f"PRAGMA user_version = {VERSION}")  # of a file that an earlier one made
-        self.set_checkpoint_id(signed(self.total + own))
-        self.checkpoint = Checkpoint(self.checkpoint_id, self.total, self.next_id, blocks)
+        self._connection.execute(f"PRAGMA user_version = {fmt.VERSION}")  # of a file that an earlier one made
+        self.set_checkpoint_id(fmt.signed(self.total + own))
+        self.checkpoint = fmt.Checkpoint(self.checkpoint_id, self.total, self.next_id, blocks)
 
 
 def _runs(ids: list[int]) -> Iterator[tuple[int, int]]:
