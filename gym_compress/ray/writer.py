@@ -68,8 +68,8 @@ class ReplayWriter:
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Stores a transition of each environment, as :meth:`gym_compress.CompressedReplayBuffer.add` does.
 
-        Compressed observations are shipped as they are. If several parcels are on their way already, this
-        waits for the shard. The first call's ``reward`` says how many environments there are.
+        If several parcels are on their way already, this waits for the shard. The first call's ``reward``
+        says how many environments there are.
 
         Raises:
             ValueError: As there. Nothing is stored then.

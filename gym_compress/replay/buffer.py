@@ -31,7 +31,7 @@ class CompressedReplayBuffer(CheckpointMixin):
 
     Call it as you call theirs. Frames that observations share are kept once, neighbouring frames are
     compressed against each other, and ``next_obs`` is right after a termination and a truncation alike.
-    Observations that :class:`gym_compress.CompressedFrameStack` compressed are taken over as they are.
+    Compressed observations are read as arrays, without decoding while they are new.
 
     One thread may add while others sample.
 
@@ -260,9 +260,8 @@ class CompressedReplayBuffer(CheckpointMixin):
     def take(self, indices: Any) -> CompressedSamples:
         """The transitions with given indices, compressed as they are: what another buffer can :meth:`adopt`.
 
-        Observations that were not compressed yet are compressed. Of a chunk that a wrapper still writes, what
-        is referred to is compressed for each call. Neighbours share chunks: a thousand in a row take far less
-        than a thousand from anywhere.
+        Observations that were not compressed yet are compressed. Neighbours share chunks: a thousand in a row
+        take far less than a thousand from anywhere.
 
         Args:
             indices: ``(n,)`` integers as for :meth:`get`, in any order.
