@@ -6,7 +6,7 @@ observations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -87,13 +87,19 @@ class CompressedBatch(CompressedArray):
                 return CompressedBatch.of([self[env] for env in envs])
         return np.asarray(self)[key]
 
-    def pieces(self) -> Iterator[tuple[Chunk, Piece]]:
-        """The chunks that hold the array's bytes, and which of them go where."""
-        nbytes = self.layouts[0].nbytes
-        for env, observation in enumerate(self):
-            base = env * nbytes
-            for chunk, (_, to, to_end, start, end) in observation.pieces():
-                yield chunk, (0, base + to, base + to_end, start, end)
+    def wanted(self) -> Iterable[tuple[Chunk, Sequence[Piece]]]:
+        """The chunks that hold the array's bytes, each with the pieces of it that go into one array."""
+        wanted: dict[Chunk, list[Piece]] = {}
+        self.add_to(wanted, 0)
+        return wanted.items()
+
+    def add_to(self, wanted: dict[Chunk, list[Piece]], at: int) -> None:
+        """Adds what :meth:`wanted` gives, for bytes of an array from ``at`` on."""
+        for source, layout in zip(self.sources, self.layouts, strict=True):
+            for which, (to, to_end, start, end) in layout.pieces:
+                chunk = source if isinstance(source, Chunk) else source[which]
+                wanted.setdefault(chunk, []).append((0, at + to, at + to_end, start, end))
+            at += layout.nbytes
 
     def same_bytes(self, other: CompressedBatch) -> bool:
         """Whether another batch refers to the very same bytes."""
@@ -246,12 +252,7 @@ def _prepare_leaf(batch: list[Any], out: Any, name: str, jobs: list[_Job]) -> ND
         elif type(observation) is CompressedBatch:
             if observation.shape != shape or observation.dtype != dtype:
                 raise ValueError(_differs(name, i, shape, dtype, observation))
-            at = base
-            for source, layout in zip(observation.sources, observation.layouts, strict=True):
-                for which, (to, to_end, start, end) in layout.pieces:
-                    chunk = source if isinstance(source, Chunk) else source[which]
-                    wanted.setdefault(chunk, []).append((0, at + to, at + to_end, start, end))
-                at += layout.nbytes
+            observation.add_to(wanted, base)
         else:
             array = np.asarray(observation)
             if array.dtype.hasobject:

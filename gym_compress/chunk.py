@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gym_compress.codec import Codec, check_encoded, decode, resolve_frames_per_chunk
 from gym_compress.errors import CorruptDataError
 
-__all__ = ["MOST_SHIPPED", "Chunk", "Piece", "fit", "read_pieces"]
+__all__ = ["MOST_SHIPPED", "Chunk", "Piece", "read_pieces"]
 
 # Bytes of the largest chunk that goes into a file, or to another process.
 MOST_SHIPPED = 2**27
@@ -99,7 +99,7 @@ def _restore(content: bytes | NDArray[np.uint8], nbytes: int, codec: Codec, chec
     return Chunk(content, nbytes, codec, sealed=True)
 
 
-def read_pieces(wanted: Iterable[tuple[Any, list[Piece]]], outs: Sequence[memoryview]) -> None:
+def read_pieces(wanted: Iterable[tuple[Any, Sequence[Piece]]], outs: Sequence[memoryview]) -> None:
     """Copies pieces of chunks to their places, decoding each chunk once.
 
     Args:
@@ -110,7 +110,7 @@ def read_pieces(wanted: Iterable[tuple[Any, list[Piece]]], outs: Sequence[memory
     Raises:
         CorruptDataError: If a chunk cannot be decoded.
     """
-    scratch = np.empty(0, np.uint8).data
+    scratch = memoryview(b"")
     for chunk, pieces in wanted:
         content = chunk.content
         if isinstance(content, bytes):
@@ -127,28 +127,3 @@ def read_pieces(wanted: Iterable[tuple[Any, list[Piece]]], outs: Sequence[memory
             raw = content.data
         for which, to, to_end, start, end in pieces:
             outs[which][to:to_end] = raw[start:end]
-
-
-def fit(frame: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A frame as an array of a shape and dtype, its values unchanged; floats may be rounded.
-
-    Raises:
-        ValueError: If the frame has another shape, a dtype that does not cast by NumPy's ``same_kind``, or
-            values that the dtype does not hold.
-    """
-    array = np.asarray(frame)
-    if array.shape != shape:
-        raise ValueError(f"A frame of shape {array.shape} does not fit the space's shape {shape}")
-    if array.dtype == dtype:
-        return array
-    if not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise ValueError(
-            f"A frame of dtype {array.dtype} does not cast to the space's {dtype} by NumPy's 'same_kind'"
-        )
-    with np.errstate(over="ignore"):
-        cast = array.astype(dtype)
-    lost = np.isfinite(array) & ~np.isfinite(cast) if dtype.kind == "f" else cast != array
-    if lost.any():
-        value = array[lost].flat[0]
-        raise ValueError(f"A frame with the value {value} does not fit the space's dtype {dtype}")
-    return cast

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -32,8 +32,8 @@ class CompressedArray:
         """The dtype of the array, in native byte order."""
         raise NotImplementedError
 
-    def pieces(self) -> Iterator[tuple[Chunk, Piece]]:
-        """The chunks that hold the array's bytes, and which of them go where."""
+    def wanted(self) -> Iterable[tuple[Chunk, Sequence[Piece]]]:
+        """The chunks that hold the array's bytes, each with the pieces of it that go into one array."""
         raise NotImplementedError
 
     def same_bytes(self, other: Any) -> bool:
@@ -63,8 +63,9 @@ class CompressedArray:
         resident.
         """
         share = 0.0
-        for chunk, (_, _, _, start, end) in self.pieces():
-            share += (end - start) * (chunk.cbytes / chunk.nbytes if chunk.sealed else 1.0)
+        for chunk, pieces in self.wanted():
+            nbytes = sum(end - start for _, _, _, start, end in pieces)
+            share += nbytes * (chunk.cbytes / chunk.nbytes if chunk.sealed else 1.0)
         return math.ceil(share)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -89,10 +90,7 @@ class CompressedArray:
             raise ValueError("Compressed observations cannot be turned into an array without a copy")
         out: NDArray[Any] = np.empty(self.shape, self.dtype)
         if out.size:
-            wanted: dict[Chunk, list[Piece]] = {}
-            for chunk, piece in self.pieces():
-                wanted.setdefault(chunk, []).append(piece)
-            read_pieces(wanted.items(), [out.reshape(-1).view(np.uint8).data])
+            read_pieces(self.wanted(), [out.reshape(-1).view(np.uint8).data])
         return out if dtype is None else out.astype(dtype, copy=False)
 
     def __dlpack__(

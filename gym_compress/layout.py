@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from gym_compress.chunk import Piece
 from gym_compress.errors import CorruptDataError
 
 __all__ = ["Layout", "Segment", "layout_of"]
@@ -28,10 +29,11 @@ class Layout:
     Attributes:
         pieces: For each run of bytes that lie side by side: which of the chunks, and where in the observation
             and in the chunk.
+        of_chunks: The same for each chunk, as :func:`gym_compress.chunk.read_pieces` takes it.
         nbytes: Bytes of the array.
     """
 
-    __slots__ = ("__weakref__", "dtype", "nbytes", "pieces", "shape")
+    __slots__ = ("__weakref__", "dtype", "nbytes", "of_chunks", "pieces", "shape")
 
     def __init__(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], pieces: tuple[tuple[int, _Run], ...]
@@ -39,6 +41,10 @@ class Layout:
         self.shape = shape
         self.dtype = dtype
         self.pieces = pieces
+        of_chunks: dict[int, list[Piece]] = {}
+        for which, run in pieces:
+            of_chunks.setdefault(which, []).append((0, *run))
+        self.of_chunks = tuple(of_chunks.items())
         self.nbytes = pieces[-1][1][1] if pieces else 0
         if self.nbytes != math.prod(shape) * dtype.itemsize:
             raise CorruptDataError(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gym_compress.chunk import Chunk, Piece
 from gym_compress.codec import Codec, resolve_codec
@@ -107,11 +108,19 @@ class CompressedObservation(CompressedArray):
         """The dtype of the array, in native byte order."""
         return self.layout.dtype
 
-    def pieces(self) -> Iterator[tuple[Chunk, Piece]]:
-        """The chunks that hold the array's bytes, and which of them go where."""
+    def wanted(self) -> Iterable[tuple[Chunk, Sequence[Piece]]]:
+        """The chunks that hold the array's bytes, each with the pieces of it that go into one array."""
         chunks = self.chunks
-        for which, run in self.layout.pieces:
-            yield chunks[which], (0, *run)
+        return [(chunks[which], pieces) for which, pieces in self.layout.of_chunks]
+
+    def raw(self) -> NDArray[Any] | None:
+        """The array where it lies, to be read only, if it is raw and in one piece; it never changes."""
+        if len(self.layout.pieces) == 1:
+            ((which, (_, _, start, end)),) = self.layout.pieces
+            content = self.chunks[which].content
+            if not isinstance(content, bytes):
+                return content[start:end].view(self.layout.dtype).reshape(self.layout.shape)
+        return None
 
     def same_bytes(self, other: CompressedObservation) -> bool:
         """Whether another observation refers to the very same bytes."""
@@ -156,7 +165,8 @@ def _stack(observations: Sequence[CompressedObservation]) -> CompressedObservati
                 f"Frame {i} has shape {observation.shape} and dtype {observation.dtype}, "
                 f"expected {first.shape} and {first.dtype} as frame 0 has"
             )
-        for chunk, (_, _, _, start, end) in observation.pieces():
+        for which, (_, _, start, end) in observation.layout.pieces:
+            chunk = observation.chunks[which]
             segments.append((places.setdefault(chunk, len(places)), start, end - start))
     layout = layout_of((len(observations), *first.shape), first.dtype, segments)
     return CompressedObservation(tuple(places) if len(places) > 1 else first.chunks[0], layout)

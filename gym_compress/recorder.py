@@ -25,7 +25,7 @@ class _RawChunk:
     The chunk itself is made when somebody asks for it, and goes when nobody holds it.
     """
 
-    __slots__ = ("_chunk", "_codec", "filled", "first", "memory", "room", "sealed", "slices")
+    __slots__ = ("_chunk", "_codec", "_content", "filled", "first", "memory", "room", "sealed", "slices")
 
     def __init__(self, first: int, room: int, slicing: Slicing, codec: Codec) -> None:
         self.first = first  # the number of its first slice
@@ -34,14 +34,14 @@ class _RawChunk:
         self.sealed = False
         self.memory = bytearray(room * slicing.slice_nbytes)
         self.slices: NDArray[Any] = np.ndarray((room, *slicing.slice_shape), slicing.dtype, self.memory)
+        self._content = self.slices.reshape(-1).view(np.uint8)
         self._codec = codec
         self._chunk: Callable[[], Chunk | None] = lambda: None  # a weak reference, once there is a chunk
 
     def chunk(self) -> Chunk:
         chunk = self._chunk()
         if chunk is None:
-            content = self.slices.reshape(-1).view(np.uint8)
-            chunk = Chunk(content, len(content), self._codec)
+            chunk = Chunk(self._content, len(self._content), self._codec)
             self._chunk = weakref.ref(chunk)
         return chunk
 

@@ -10,11 +10,21 @@ from typing import Any, TypeGuard
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_differing_spaces
+from numpy.typing import NDArray
 
 from gym_compress.compressed_array import CompressedArray
+from gym_compress.observation import CompressedObservation
 from gym_compress.tree import map_space, replace_leaves
 
-__all__ = ["CompressedBox", "compressed_space", "is_image", "map_compressed", "space_of", "worth_compressing"]
+__all__ = [
+    "CompressedBox",
+    "compressed_space",
+    "fit",
+    "is_image",
+    "map_compressed",
+    "space_of",
+    "worth_compressing",
+]
 
 # A Box in a Dict or Tuple below this many bytes is left as it is.
 _WORTH_NBYTES = 1024
@@ -91,3 +101,31 @@ def compressed_space(space: spaces.Space[Any], compressed: Any) -> spaces.Space[
         return CompressedBox.like(sub) if each is not None and isinstance(sub, spaces.Box) else sub
 
     return replace_leaves(leaf, space, compressed)
+
+
+def fit(frame: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A frame as an array of a shape and dtype, its values unchanged; floats may be rounded.
+
+    The array is to be read only: where it can, it is the frame's own.
+
+    Raises:
+        ValueError: If the frame has another shape, a dtype that does not cast by NumPy's ``same_kind``, or
+            values that the dtype does not hold.
+    """
+    raw = frame.raw() if isinstance(frame, CompressedObservation) else None
+    array = np.asarray(frame) if raw is None else raw
+    if array.shape != shape:
+        raise ValueError(f"A frame of shape {array.shape} does not fit the space's shape {shape}")
+    if array.dtype == dtype:
+        return array
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise ValueError(
+            f"A frame of dtype {array.dtype} does not cast to the space's {dtype} by NumPy's 'same_kind'"
+        )
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    lost = np.isfinite(array) & ~np.isfinite(cast) if dtype.kind == "f" else cast != array
+    if lost.any():
+        value = array[lost].flat[0]
+        raise ValueError(f"A frame with the value {value} does not fit the space's dtype {dtype}")
+    return cast

@@ -12,12 +12,12 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from gym_compress.chunk import fit
 from gym_compress.codec import Codec
 from gym_compress.recorder import Recorder
 from gym_compress.replay.index import MOST_NUMBER, ChunkIndex
 from gym_compress.replay.parcel import ImageParcel
 from gym_compress.slicing import Slicing
+from gym_compress.spaces import fit
 
 __all__ = ["Compression", "FlatStore", "ObservationStore", "read_places", "read_references"]
 

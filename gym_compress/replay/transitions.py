@@ -10,12 +10,11 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from gym_compress.chunk import fit
 from gym_compress.errors import CorruptDataError
 from gym_compress.observation import CompressedObservation
 from gym_compress.replay.parcel import ImageParcel
 from gym_compress.replay.store import Compression, Empty, ObservationStore, read_places
-from gym_compress.spaces import is_image
+from gym_compress.spaces import fit, is_image
 from gym_compress.tree import iter_leaves, map_leaves, map_space
 
 __all__ = ["Transition", "Transitions", "action_dim", "make_leaves"]
@@ -313,7 +312,7 @@ def _fit_batch(batch: Any, n_envs: int, shape: tuple[int, ...], dtype: np.dtype[
     Raises:
         ValueError: If there are more or fewer observations, or one does not fit.
     """
-    if isinstance(batch, (list, tuple)) and any(isinstance(each, CompressedObservation) for each in batch):
+    if isinstance(batch, (list, tuple)) and CompressedObservation in map(type, batch):
         if len(batch) != n_envs:
             raise ValueError(f"Expected {n_envs} observations, one an environment, got {len(batch)}")
         arrays = [_fit_one(each, env, shape, dtype) for env, each in enumerate(batch)]

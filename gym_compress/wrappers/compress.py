@@ -8,12 +8,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from gym_compress.chunk import fit
 from gym_compress.codec import Codec
 from gym_compress.observation import CompressedObservation
 from gym_compress.recorder import Recorder
 from gym_compress.slicing import Slicing
-from gym_compress.spaces import compressed_space, map_compressed
+from gym_compress.spaces import compressed_space, fit, map_compressed
 from gym_compress.tree import map_leaves
 
 __all__ = ["CompressObservation", "compress", "json_arguments"]

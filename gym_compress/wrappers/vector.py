@@ -15,11 +15,10 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 from numpy.typing import NDArray
 
 from gym_compress.batch import CompressedBatch
-from gym_compress.chunk import fit
 from gym_compress.codec import Codec
 from gym_compress.recorder import Recorder
 from gym_compress.slicing import Slicing
-from gym_compress.spaces import compressed_space, map_compressed
+from gym_compress.spaces import compressed_space, fit, map_compressed
 from gym_compress.tree import map_leaves, map_space, replace_leaves
 from gym_compress.wrappers.compress import json_arguments
 from gym_compress.wrappers.frame_stack import ObservationStacker
