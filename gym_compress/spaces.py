@@ -16,15 +16,7 @@ from gym_compress.compressed_array import CompressedArray
 from gym_compress.observation import CompressedObservation
 from gym_compress.tree import map_space, replace_leaves
 
-__all__ = [
-    "CompressedBox",
-    "compressed_space",
-    "fit",
-    "is_image",
-    "map_compressed",
-    "space_of",
-    "worth_compressing",
-]
+__all__ = ["CompressedBox", "compressed_space", "fit", "is_image", "map_compressed", "space_of"]
 
 # A Box in a Dict or Tuple below this many bytes is left as it is.
 _WORTH_NBYTES = 1024
@@ -52,14 +44,14 @@ class CompressedBox(spaces.Box):
 batch_differing_spaces.register(CompressedBox, batch_differing_spaces.dispatch(spaces.Box))
 
 
-def worth_compressing(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
+def _worth_compressing(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
     """Whether a leaf of a Dict or Tuple space is compressed: a Box of at least 1,024 bytes."""
     return isinstance(space, spaces.Box) and math.prod(space.shape) * space.dtype.itemsize >= _WORTH_NBYTES
 
 
 def is_image(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
     """Whether replay memory compresses a leaf of observations: a Box of two dimensions or more, worth it."""
-    return worth_compressing(space) and len(space.shape) >= 2
+    return _worth_compressing(space) and len(space.shape) >= 2
 
 
 def map_compressed(make: Callable[[spaces.Box], Any], space: spaces.Space[Any]) -> Any:
@@ -72,7 +64,7 @@ def map_compressed(make: Callable[[spaces.Box], Any], space: spaces.Space[Any]) 
         raise TypeError(f"Expected an observation space that is a Box, Dict or Tuple, actual: {space}")
 
     def leaf(sub: spaces.Space[Any]) -> Any:
-        if isinstance(sub, spaces.Box) and (sub is space or worth_compressing(sub)):
+        if isinstance(sub, spaces.Box) and (sub is space or _worth_compressing(sub)):
             return make(sub)
         return None
 

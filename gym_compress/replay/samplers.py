@@ -1,24 +1,17 @@
-"""Which transitions a batch has: samplers, small objects over the table of transitions."""
+"""Which transitions a batch has: samplers, whose ``draw(rng, batch_size)`` gives rows and environments."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gym_compress.replay.transitions import Transitions
 
-__all__ = ["Sampler", "Sequences", "Uniform"]
+__all__ = ["Sequences", "Uniform"]
 
 Places = tuple[NDArray[np.int64], NDArray[np.int64]]
-
-
-class Sampler(Protocol):
-    """What decides which transitions a batch has."""
-
-    def draw(self, rng: np.random.Generator, batch_size: int) -> Places:
-        """Draws the rows and the environments of a batch."""
 
 
 class Uniform:
